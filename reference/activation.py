@@ -1,0 +1,29 @@
+"""SwiGLU as the SM90 epilogues compute it: every intermediate is a float32, in this order.
+
+Source: FlashInfer 0.7.4, `moe_hopper_fp8/epilogue_fp8_common.py` and `moe_hopper_bf16/epilogue_bf16_common.py`,
+and the PTX that the CuTe DSL emits for them.
+"""
+
+import torch
+
+from .special import ex2_approx, rcp_approx
+
+_MINUS_LOG2_E = -1.44269502162933349609375  # float32 0xBFB8AA3B
+
+
+def swiglu(
+    gate: torch.Tensor, up: torch.Tensor, gate_up_clamp: float | None, topk_weight: torch.Tensor
+) -> torch.Tensor:
+    """silu(gate) * up * topk_weight.
+
+    gate, up: `[routes, intermediate]` float32, already descaled. gate_up_clamp: a limit L > 0 or None; it acts first,
+    gate to (-inf, L], up to [-L, L]. topk_weight: `[routes]` float32, one per route. Returns float32.
+
+    NaN passes through the clamp. A gate below about -87 gives exactly 0: the reciprocal of a value above 2^126
+    flushes. Without a clamp up * gate can overflow to infinity, and infinity times a flushed 0 is NaN, as on the GPU.
+    """
+    if gate_up_clamp is not None:
+        gate = gate.clamp(max=gate_up_clamp)
+        up = up.clamp(-gate_up_clamp, gate_up_clamp)
+    sigmoid = rcp_approx(ex2_approx(gate * _MINUS_LOG2_E) + 1.0)
+    return up * gate * sigmoid * topk_weight[:, None]

@@ -1,0 +1,146 @@
+"""Quantizers: float32 values to codes and scales, block by block along the last dimension.
+
+Each states its arithmetic in full, because codes at a tie depend on it: how the scale is rounded, and whether the
+value is divided by it or multiplied by its reciprocal.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .formats import E2M1, E4M3, UE8M0, Format, Overflow, decode, encode
+from .fp32 import RECIPROCAL_E4M3_MAX, RECIPROCAL_E5M2_MAX
+from .scales import ScaleRule, ue8m0_scale
+from .scheme import ActivationQuant, Apply, ScaleSource
+
+NVFP4_BLOCK = 16
+MX_BLOCK = 32
+
+#: Scale of an all-zero block; the bound of the tiny path is 448 times this.
+SCALE_FLOOR = 1e-30
+_TINY_AMAX = 4.48e-28
+#: About 448 / FLT_MAX: the smallest amax whose 448 / amax is finite.
+_SMALLEST_AMAX = 1.3165537626040637e-36
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Codes with the scales they were made with.
+
+    codes: `[..., K]` uint8. scales: `[..., K / block]`, float32 values, or uint8 codes of the scale format.
+    global_scale: float32 decode multiplier of the second level (NVFP4), else None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor | None = None
+
+
+def blocks(values: torch.Tensor, block: int) -> torch.Tensor:
+    """`[..., K]` -> `[..., K / block, block]` float32. Raises ValueError when the block does not divide K."""
+    if values.shape[-1] % block:
+        raise ValueError(f"values: last dimension must be a multiple of the block {block}, got {values.shape[-1]}")
+    return values.float().unflatten(-1, (-1, block))
+
+
+def quantize_nvfp4(values: torch.Tensor, global_scale: torch.Tensor | None = None) -> Quantized:
+    """NVFP4: E2M1 codes, one E4M3 scale per 16, one float32 global scale; the rule of FlashInfer's SM90 backend.
+
+        global_scale = max(amax * float32(1/2688), 1e-30)         2688 = 6 * 448; decode direction
+        scale        = E4M3(min(block_amax / (6 * global_scale), 448))
+        code         = E2M1(value / max(scale * global_scale, 1e-30))
+
+    values: `[..., N, K]`; the global scale spans the last two dimensions (one expert). global_scale: float32, shape
+    `[...]`, to use a given one instead. Blocks whose scale rounds to zero saturate to +-6 with scale 0. NaN in a block
+    gives a NaN scale (code 127), which the kernels' own check refuses.
+    Source: `fp8_nvfp4_bf16_pull_cutedsl/weights.py`, `_quantize_leg`; the product with float32(1/2688) is what torch's
+    CUDA division by a Python number does.
+    """
+    split = blocks(values, NVFP4_BLOCK)
+    amax = split.abs().amax(-1)
+    if global_scale is None:
+        global_scale = (amax.flatten(-2).amax(-1) * (torch.tensor(1.0) / 2688)).clamp(min=SCALE_FLOOR)
+    spread = global_scale[..., None, None]
+    scales = encode((amax / (6 * spread)).clamp(0, 448), E4M3)
+    divisor = (decode(scales, E4M3) * spread).clamp(min=SCALE_FLOOR)
+    return Quantized(encode(split / divisor[..., None], E2M1).flatten(-2), scales, global_scale)
+
+
+def dequantize_nvfp4(quantized: Quantized) -> torch.Tensor:
+    """float32(code * scale) * global_scale: `[..., N, K]` float32. The first product is exact."""
+    values = blocks(decode(quantized.codes, E2M1), NVFP4_BLOCK) * decode(quantized.scales, E4M3)[..., None]
+    assert quantized.global_scale is not None
+    return values.flatten(-2) * quantized.global_scale[..., None, None]
+
+
+def quantize_mx(values: torch.Tensor, element: Format, rule: ScaleRule) -> Quantized:
+    """MXFP4 (element E2M1) or MXFP8 (E4M3, E5M2): one UE8M0 scale per 32. values: `[..., K]`.
+
+    Division by a power of two is exact, so the element rounding is the only one; values above the element's maximum
+    saturate. A NaN or infinity makes the scale NaN (code 255), and with it the whole block.
+    """
+    split = blocks(values, MX_BLOCK)
+    scales = ue8m0_scale(split.abs().amax(-1), element, rule)
+    scaled = split.double() / decode(scales, UE8M0).double()[..., None]  # float64: a scale of 2^-127 is subnormal
+    return Quantized(encode(scaled.float(), element).flatten(-2), scales)
+
+
+def dequantize_mx(quantized: Quantized, element: Format) -> torch.Tensor:
+    """code * 2^(scale - 127): `[..., K]` float32, exact unless it underflows."""
+    return (blocks(decode(quantized.codes, element), MX_BLOCK) * decode(quantized.scales, UE8M0)[..., None]).flatten(-2)
+
+
+def _reciprocal_max(element: Format) -> float:
+    return RECIPROCAL_E4M3_MAX if element is E4M3 else RECIPROCAL_E5M2_MAX
+
+
+def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scale: float = 1.0) -> Quantized:
+    """FP8 codes and float32 scales by a scheme's rule: per token, per block, or static.
+
+    values: `[rows, K]` float32. Returns codes `[rows, K]` and scales `[rows, K / block]` (`[rows, 1]` for the whole
+    row). Arithmetic of the SM90 kernels (`safe_quantize.py`, `staging.py`, `epilogue_fp8_common.py`):
+
+        scale = max(amax * float32(1/max), 1e-30)      the product, not amax / max
+        code  = FP8(value / scale)  or  FP8(value * float32(1/scale))
+
+    An all-zero block: scale 1e-30, codes +-0. NaN: NaN scale and a block of NaN. Infinity: infinite scale, zeros,
+    and NaN where the infinity stood. The sign of zero is kept.
+    """
+    split = blocks(values, rule.block or values.shape[-1])
+    if rule.source is ScaleSource.STATIC:
+        scale = torch.full(split.shape[:-1], static_scale)
+    else:
+        amax = split.abs().amax(-1)
+        scale = (amax * _reciprocal_max(rule.element)).clamp(min=SCALE_FLOOR)
+    factor = 1 / scale
+    applied = split / scale[..., None] if rule.apply is Apply.DIVIDE else split * factor[..., None]
+    if rule.tiny_path:
+        tiny = (amax > 0) & (amax < _TINY_AMAX)
+        factor = rule.element.max / amax.clamp(min=_SMALLEST_AMAX)
+        scale = torch.where(tiny, 1 / factor, scale)
+        applied = torch.where(tiny[..., None], split * factor[..., None], applied)
+    return Quantized(encode(applied, rule.element, rule.overflow).flatten(-2), scale)
+
+
+def quantize_fp8_per_expert(weight: torch.Tensor, element: Format) -> Quantized:
+    """One float32 scale for `[N, K]`: max(amax * float32(1/max), 1e-12), then a true division. scales: `[1, 1]`."""
+    scale = (weight.float().abs().amax() * _reciprocal_max(element)).clamp(min=1e-12).reshape(1, 1)
+    return Quantized(encode(weight.float() / scale, element, _cast_overflow(element)), scale)
+
+
+def quantize_fp8_block_128(weight: torch.Tensor, element: Format, parts: int) -> Quantized:
+    """One float32 scale per 128 rows of the kernel and 128 K: max(amax * float32(1/max), 1e-30), a true division.
+
+    weight: `[N, K]`. The kernel interleaves gate and up rows by eights before it cuts its 128-row blocks, so a block of
+    w13 holds 64 gate rows and the 64 up rows beside them: parts = 2 (w13, gate half then up half) or 1 (w2).
+    scales: `[N / 128, K / 128]`.
+    """
+    split = weight.float().reshape(parts, -1, 128 // parts, weight.shape[-1] // 128, 128)
+    scale = (split.abs().amax((0, 2, 4)) * _reciprocal_max(element)).clamp(min=SCALE_FLOOR)
+    codes = encode(split / scale[None, :, None, :, None], element, _cast_overflow(element))
+    return Quantized(codes.reshape(weight.shape), scale)
+
+
+def _cast_overflow(element: Format) -> Overflow:
+    """torch's eager cast on CUDA, which the backends use for weights and for staging."""
+    return Overflow.NAN if element.inf_code is None else Overflow.INF

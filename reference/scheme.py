@@ -1,0 +1,115 @@
+"""A scheme: everything that decides the bits of one megakernel, as one frozen record.
+
+The records themselves are in `schemes.py`; `moe.py` runs any of them. Nothing here computes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .formats import Format, Overflow
+from .tensor_core import TensorCore
+
+
+class Evidence(Enum):
+    """How a claim of equality with a kernel is known. Used in code, docs and reports."""
+
+    VERIFIED = "verified"  #: equal bit for bit to a recording of the named hardware and version
+    MODELLED = "modelled"  #: follows a published rule that was not checked on that hardware
+    BOUNDED = "bounded"  #: differs within a derived bound
+
+
+class Weights(Enum):
+    """What a kernel makes of the expert weights: the tensor core's operand and the scale beside it."""
+
+    NVFP4 = "E4M3(code * block_scale / 8); 8 * global_scale per expert"
+    MXFP4 = "code * 2^offset, exact within 11 octaves of the expert's largest scale; 2^n per expert"
+    FP8_PER_EXPERT = "FP8 codes; one float32 scale per expert"
+    FP8_BLOCK_128 = "FP8 codes; a float32 scale per 128 x 128 block of the kernel's row order"
+    BF16 = "bf16, no scale"
+
+
+class ScaleSource(Enum):
+    AMAX = "amax of the block, times float32(1/max)"
+    STATIC = "a constant from calibration"
+
+
+class Apply(Enum):
+    """How a scale is applied before rounding. The two differ by a rounding, so near ties by a code."""
+
+    DIVIDE = "one IEEE division"
+    RECIPROCAL = "multiplication by the rounded reciprocal"
+
+
+class Place(Enum):
+    """Which scales multiply the accumulator at a given point of a GEMM."""
+
+    NONE = "none"
+    ACTIVATION = "activation scale"
+    WEIGHT = "weight scale"
+    BOTH = "float32(activation scale * weight scale)"
+
+
+class KOrder(Enum):
+    """Which K elements share a tensor-core instruction."""
+
+    NATURAL = "ascending"
+    KPERM64 = "within each 64: elements 16q + (0..7) first, then 16q + (8..15)"
+
+
+@dataclass(frozen=True)
+class ActivationQuant:
+    """float32 rows to FP8 codes and float32 scales.
+
+    scale = max(float32(amax * float32(1/element.max)), 1e-30) per block; code = element(value applied to scale).
+    """
+
+    element: Format
+    block: int | None  #: elements sharing a scale; None: the whole row
+    source: ScaleSource
+    apply: Apply
+    overflow: Overflow
+    #: Blocks with 0 < amax < 448e-30 use max(448 / amax, bounded) as the factor and its reciprocal as the scale,
+    #: so that tiny rows keep their digits.
+    tiny_path: bool = False
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One expert GEMM: chains of tensor-core instructions, promoted to float32 between chains.
+
+    Each chunk of K is a chain from zero, t. Promotion: acc = fma(t, s, acc) with s from `promote` (NONE: s = 1).
+    At the end out = float32(acc * s) with s from `epilogue`.
+    """
+
+    core: TensorCore
+    chunk: int | None  #: K elements per chain; None: all of K
+    promote: Place
+    epilogue: Place
+    k_order: KOrder = KOrder.NATURAL
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One row of the registry. `name` is FlashInfer's registry name; `knobs` tells its variants apart."""
+
+    name: str
+    #: knob of FlashInfer's config -> the values that select this record; the first is written in reports.
+    knobs: Mapping[str, tuple] = field(hash=False)
+    weights: Weights
+    stage: ActivationQuant | None  #: quantization of hidden_states; None: bf16 as it is
+    fc1: Gemm
+    requantize: ActivationQuant | None  #: quantization of the SwiGLU output; None: round to bf16
+    fc2: Gemm
+    hidden_multiple: int  #: alignment of H
+    intermediate_multiple: int  #: alignment of I
+    packed_weights: bool  #: the kernel takes quantized weights with their scales
+    dense_weights: bool  #: the kernel takes bf16 weights (and quantizes them where the scheme is quantized)
+    gate_up_clamp: float | None
+    fc1_activation_dequant_scale: float = 1.0  #: static scale of `stage` (ScaleSource.STATIC)
+    fc2_activation_dequant_scale: float = 1.0  #: static scale of `requantize`
+    evidence: Evidence = Evidence.MODELLED
+
+    def __str__(self) -> str:
+        knobs = [f"{values[0]}" if isinstance(values[0], str) else f"{k}={values[0]}" for k, values in self.knobs.items()]
+        return f"{self.name}[{','.join(knobs)}]" if knobs else self.name

@@ -1,0 +1,158 @@
+"""The registry: one record per kernel variant that differs in bits, keyed by FlashInfer's registry names.
+
+Source: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm90` and `moe_ep/kernel_src/sm90`, read line by line; what
+`verified` rests on is listed by `fp4ep replay`.
+"""
+
+from dataclasses import replace
+
+from .formats import E4M3, E5M2, Format, Overflow
+from .scheme import ActivationQuant, Apply, Evidence, Gemm, KOrder, Place, ScaleSource, Scheme, Weights
+from .tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, TensorCore
+
+# --- packed FP4 weights, FP8 activations: NVFP4 and MXFP4 share everything but the weight operand ---------------
+
+#: One scale per token over all of H; a true division.
+_PER_TOKEN = ActivationQuant(E4M3, None, ScaleSource.AMAX, Apply.DIVIDE, Overflow.SATURATE, tiny_path=True)
+#: One scale per 64 SwiGLU outputs; a multiplication by the reciprocal.
+_PER_64 = ActivationQuant(E4M3, 64, ScaleSource.AMAX, Apply.RECIPROCAL, Overflow.SATURATE, tiny_path=True)
+
+_NVFP4 = Scheme(
+    name="sm90_fp8_nvfp4_bf16_pull_cutedsl",
+    knobs={"nvfp4_kperm": (64,)},
+    weights=Weights.NVFP4,
+    stage=_PER_TOKEN,
+    fc1=Gemm(HOPPER_E4M3, None, promote=Place.ACTIVATION, epilogue=Place.WEIGHT, k_order=KOrder.KPERM64),
+    requantize=_PER_64,
+    fc2=Gemm(HOPPER_E4M3, 64, promote=Place.ACTIVATION, epilogue=Place.WEIGHT, k_order=KOrder.KPERM64),
+    hidden_multiple=128,
+    intermediate_multiple=128,
+    packed_weights=True,
+    dense_weights=True,
+    gate_up_clamp=10.0,
+    evidence=Evidence.VERIFIED,
+)
+
+_NVFP4_NATURAL = replace(
+    _NVFP4,
+    knobs={"nvfp4_kperm": (0, 32)},  # 32 moves elements inside one instruction only
+    fc1=replace(_NVFP4.fc1, k_order=KOrder.NATURAL),
+    fc2=replace(_NVFP4.fc2, k_order=KOrder.NATURAL),
+)
+
+_MXFP4 = replace(
+    _NVFP4_NATURAL,
+    name="sm90_fp8_mxfp4_bf16_pull_cutedsl",
+    knobs={},
+    weights=Weights.MXFP4,
+    dense_weights=False,
+)
+
+# --- FP8 weights and activations ---------------------------------------------------------------------------------
+
+
+def _fp8_blockwise(kind: str, element: Format, core: TensorCore, evidence: Evidence) -> Scheme:
+    return Scheme(
+        name="sm90_fp8_fp8_bf16_pull_cutedsl",
+        # Blockwise always promotes per K block: the accumulation mode changes nothing.
+        knobs={"fp8_scale_mode": ("blockwise",), "kind": (kind,), "fp8_accum_mode": ("1xacc", "2xacc")},
+        weights=Weights.FP8_BLOCK_128,
+        stage=ActivationQuant(element, 128, ScaleSource.AMAX, Apply.DIVIDE, Overflow.NAN),
+        fc1=Gemm(core, 128, promote=Place.BOTH, epilogue=Place.NONE),
+        requantize=ActivationQuant(element, 64, ScaleSource.AMAX, Apply.RECIPROCAL, Overflow.SATURATE),
+        fc2=Gemm(core, 64, promote=Place.BOTH, epilogue=Place.NONE),
+        hidden_multiple=128,
+        intermediate_multiple=128,
+        packed_weights=True,
+        dense_weights=True,
+        gate_up_clamp=None,
+        evidence=evidence,
+    )
+
+
+def _fp8_per_tensor(kind: str, element: Format, core: TensorCore, accum_mode: str, evidence: Evidence) -> Scheme:
+    gemm = Gemm(core, {"1xacc": None, "2xacc": 128}[accum_mode], promote=Place.NONE, epilogue=Place.BOTH)
+    return Scheme(
+        name="sm90_fp8_fp8_bf16_pull_cutedsl",
+        knobs={"fp8_scale_mode": ("per_tensor",), "kind": (kind,), "fp8_accum_mode": (accum_mode,)},
+        weights=Weights.FP8_PER_EXPERT,
+        stage=ActivationQuant(element, None, ScaleSource.STATIC, Apply.RECIPROCAL, Overflow.NAN),
+        fc1=gemm,
+        requantize=ActivationQuant(element, None, ScaleSource.STATIC, Apply.RECIPROCAL, Overflow.SATURATE),
+        fc2=gemm,
+        hidden_multiple=64,
+        intermediate_multiple=64,
+        packed_weights=True,
+        dense_weights=True,
+        gate_up_clamp=None,
+        evidence=evidence,
+    )
+
+
+# --- bf16 --------------------------------------------------------------------------------------------------------
+
+_BF16 = Scheme(
+    name="sm90_bf16_bf16_bf16_pull_cutedsl",
+    knobs={},
+    weights=Weights.BF16,
+    stage=None,
+    fc1=Gemm(HOPPER_BF16, None, promote=Place.NONE, epilogue=Place.NONE),
+    requantize=None,
+    fc2=Gemm(HOPPER_BF16, None, promote=Place.NONE, epilogue=Place.NONE),
+    hidden_multiple=256,
+    intermediate_multiple=64,
+    packed_weights=False,
+    dense_weights=True,
+    gate_up_clamp=None,
+    evidence=Evidence.VERIFIED,
+)
+
+#: Every record. The first of each name has FlashInfer's default knobs.
+SCHEMES: tuple[Scheme, ...] = (
+    _NVFP4,
+    _NVFP4_NATURAL,
+    _MXFP4,
+    _fp8_per_tensor("fp8_e4m3", E4M3, HOPPER_E4M3, "1xacc", Evidence.VERIFIED),
+    _fp8_per_tensor("fp8_e4m3", E4M3, HOPPER_E4M3, "2xacc", Evidence.MODELLED),
+    _fp8_per_tensor("fp8_e5m2", E5M2, HOPPER_E5M2, "1xacc", Evidence.MODELLED),
+    _fp8_per_tensor("fp8_e5m2", E5M2, HOPPER_E5M2, "2xacc", Evidence.MODELLED),
+    _fp8_blockwise("fp8_e4m3", E4M3, HOPPER_E4M3, Evidence.VERIFIED),
+    _fp8_blockwise("fp8_e5m2", E5M2, HOPPER_E5M2, Evidence.MODELLED),
+    _BF16,
+)
+
+#: Numbers a caller may set on any record: `find_scheme(name, gate_up_clamp=None)`.
+_PARAMETERS = ("gate_up_clamp", "fc1_activation_dequant_scale", "fc2_activation_dequant_scale")
+
+
+def find_scheme(name: str, **options) -> Scheme:
+    """The record for a FlashInfer registry name and config options, with the options' numbers filled in.
+
+    options: the knobs that select among variants (`nvfp4_kperm`, `fp8_scale_mode`, `fp8_accum_mode`, `kind`), and the
+    numbers `gate_up_clamp`, `fc1_activation_dequant_scale`, `fc2_activation_dequant_scale`, all under the names of
+    FlashInfer's config classes; what is left out takes FlashInfer's default.
+
+    Raises ValueError for an unknown name, option or value, listing what is allowed.
+    """
+    records = [scheme for scheme in SCHEMES if scheme.name == name]
+    if not records:
+        raise ValueError(f"name: no scheme {name!r}; known: {', '.join(sorted({s.name for s in SCHEMES}))}")
+    allowed = {knob: {v for r in records for v in r.knobs[knob]} for knob in records[0].knobs}
+    for option, value in options.items():
+        if option in _PARAMETERS:
+            continue
+        if option not in allowed:
+            raise ValueError(f"{option}: {name} has no such option; it has {', '.join([*allowed, *_PARAMETERS])}")
+        if value not in allowed[option]:
+            raise ValueError(f"{option}: {value!r} is not one of {sorted(allowed[option])}")
+    wanted = {knob: options.get(knob, values[0]) for knob, values in records[0].knobs.items()}
+    (record,) = (r for r in records if all(wanted[knob] in r.knobs[knob] for knob in wanted))
+    numbers = {key: value for key, value in options.items() if key in _PARAMETERS}
+    for key, value in numbers.items():
+        if not (value is None and key == "gate_up_clamp" or _positive(value)):
+            raise ValueError(f"{key} must be a positive finite number{' or None' * (key == 'gate_up_clamp')}, got {value!r}")
+    return replace(record, **numbers)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < float("inf")

@@ -1,0 +1,117 @@
+"""From expert weights to what the tensor core multiplies: operand values and the scale beside them.
+
+Sources: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm90/*/weights.py` and, for MXFP4,
+`fused_moe/prepare.py` (the "Humming" preprocessing).
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from .formats import E2M1, E4M3, decode, pack_e2m1, round_to, unpack_e2m1
+from .fp32 import power_of_two
+from .quantize import (
+    MX_BLOCK,
+    NVFP4_BLOCK,
+    blocks,
+    quantize_fp8_block_128,
+    quantize_fp8_per_expert,
+    quantize_nvfp4,
+)
+from .scheme import Scheme, Weights
+from .types import MoEWeights
+
+#: Octaves below an expert's largest MXFP4 scale that the E4M3 operand can hold exactly.
+MXFP4_RANGE = 11
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One expert's leg. values: `[N, K]` float32, exact in the operand format; scale: `[1 or N, blocks]` float32."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+
+def load_operand(scheme: Scheme, weights: MoEWeights, leg: str, expert: int) -> Operand:
+    """The operand of `leg` ("w13" or "w2") of one expert, quantizing dense weights as the backend does."""
+    payload = getattr(weights, leg)[expert]
+    scale, global_scale = (getattr(weights, leg + suffix) for suffix in ("_scale", "_global_scale"))
+    if scheme.weights is Weights.BF16:
+        return Operand(payload.float(), torch.ones(1, 1))
+    if scheme.weights in (Weights.FP8_PER_EXPERT, Weights.FP8_BLOCK_128):
+        return _fp8(scheme, payload, None if scale is None else scale[expert], parts=2 if leg == "w13" else 1)
+    if scheme.weights is Weights.MXFP4:
+        return mxfp4_operand(payload, scale[expert])
+    if scale is None:
+        dense = quantize_nvfp4(payload)
+        return nvfp4_operand(pack_e2m1(dense.codes), dense.scales, dense.global_scale)
+    if global_scale is None:
+        global_scale = torch.ones(())
+    return nvfp4_operand(payload, scale[expert], global_scale if global_scale.numel() == 1 else global_scale[expert])
+
+
+def nvfp4_operand(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> Operand:
+    """E4M3(code * scale / 8), one rounding; 8 * global_scale goes to the epilogue.
+
+    packed: `[N, K/2]` uint8, scale: `[N, K/16]` E4M3 codes 0..126, global_scale: float32 scalar. The largest magnitude
+    is 6 * 448 / 8 = 336, so nothing saturates. Scales below 2^-2 lose digits to E4M3's subnormals.
+    """
+    values = blocks(decode(unpack_e2m1(packed), E2M1), NVFP4_BLOCK) * (decode(scale, E4M3) / 8)[..., None]
+    return Operand(round_to(values.flatten(-2), E4M3), (global_scale * 8).reshape(1, 1))
+
+
+def mxfp4_operand(packed: torch.Tensor, scale: torch.Tensor) -> Operand:
+    """code * 2^(offset - 6) as E4M3, exact; a power of two per expert goes to the epilogue.
+
+    packed: `[N, K/2]` uint8, scale: `[N, K/32]` UE8M0 codes (255 is taken as exponent 255, not NaN). Scales more than
+    11 below the expert's largest are raised to that, and their codes rounded to fewer digits (`_rewrite_table`).
+    """
+    scale = scale.int()
+    top = int(scale.max())
+    bottom = top - min(top - int(scale.min()), MXFP4_RANGE)
+    raised = scale.clamp(min=bottom)
+    codes = blocks(unpack_e2m1(packed), MX_BLOCK).long()
+    codes = _rewrite_table()[(raised - scale).long()[..., None], codes]
+    values = decode(codes, E2M1) * power_of_two(raised - bottom + 1 - 6).float()[..., None]
+    return Operand(values.flatten(-2), power_of_two(torch.tensor([[bottom - 122]])).float())
+
+
+@cache
+def _rewrite_table() -> torch.Tensor:
+    """`[256, 16]` uint8: the code that stands for code * 2^-delta, ties away from zero; -0 becomes +0.
+
+    Computed as the preprocessing does, on floats whose exponent field holds the E2M1 exponent. Its 2^-delta is made by
+    integer arithmetic on the float32 bits of 1.0 and wraps for delta >= 128: there it is negative or infinite, and even
+    zeros turn into large codes. A block of zeros with scale code 0 in an expert whose largest scale is 2 or more is
+    enough. We mirror that.
+    """
+    factor = (np.uint32(0x3F800000) - (np.arange(256, dtype=np.uint32) << 23)).view(np.float32)
+    codes = np.arange(16, dtype=np.uint32)
+    codes[8] = 0
+    value = (codes >> 3 << 31 | (codes & 7) << 22).view(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        scaled = factor.astype(np.float64)[:, None] * value
+        bits = scaled.astype(np.float32).view(np.uint32)
+        down, up = (b & np.uint32(0x81C00000) for b in (bits, bits + np.uint32(0x00200000)))
+        distance_down, distance_up = (np.abs(scaled - b.view(np.float32)) for b in (down, up))
+        rounded = np.where(distance_down >= distance_up, up, down)
+    table = rounded >> 28 & 8 | rounded >> 22 & 7
+    table[0] = codes
+    return torch.from_numpy(table.astype(np.uint8))
+
+
+def _fp8(scheme: Scheme, payload: torch.Tensor, scale: torch.Tensor | None, parts: int) -> Operand:
+    assert scheme.stage is not None
+    element = scheme.stage.element
+    per_expert = scheme.weights is Weights.FP8_PER_EXPERT
+    if scale is None:
+        dense = quantize_fp8_per_expert(payload, element) if per_expert else quantize_fp8_block_128(payload, element, parts)
+        payload, scale = dense.codes, dense.scales
+    if per_expert:
+        return Operand(decode(payload, element), scale.reshape(1, 1))
+    # One scale row for each canonical row: block b of w13 covers gate rows 64b.. and up rows 64b..
+    rows = scale[None, :, None].expand(parts, -1, 128 // parts, -1).reshape(payload.shape[0], -1)
+    return Operand(decode(payload, element), rows)
