@@ -92,6 +92,11 @@ def _values(fmt: Format) -> torch.Tensor:
     return torch.tensor(table, dtype=torch.float32)
 
 
+def cast_overflow(fmt: Format) -> Overflow:
+    """What torch's eager cast does on CUDA (2.11): infinity where the format has one, NaN where not."""
+    return Overflow.NAN if fmt.inf_code is None else Overflow.INF
+
+
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Values of `codes`, exactly.
 

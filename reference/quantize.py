@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .formats import E2M1, E4M3, UE8M0, Format, Overflow, decode, encode
+from .formats import E2M1, E4M3, UE8M0, Format, cast_overflow, decode, encode
 from .fp32 import RECIPROCAL_E4M3_MAX, RECIPROCAL_E5M2_MAX
 from .scales import ScaleRule, ue8m0_scale
 from .scheme import ActivationQuant, Apply, ScaleSource
@@ -125,7 +125,7 @@ def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scal
 def quantize_fp8_per_expert(weight: torch.Tensor, element: Format) -> Quantized:
     """One float32 scale for `[N, K]`: max(amax * float32(1/max), 1e-12), then a true division. scales: `[1, 1]`."""
     scale = (weight.float().abs().amax() * _reciprocal_max(element)).clamp(min=1e-12).reshape(1, 1)
-    return Quantized(encode(weight.float() / scale, element, _cast_overflow(element)), scale)
+    return Quantized(encode(weight.float() / scale, element, cast_overflow(element)), scale)
 
 
 def quantize_fp8_block_128(weight: torch.Tensor, element: Format, parts: int) -> Quantized:
@@ -137,10 +137,5 @@ def quantize_fp8_block_128(weight: torch.Tensor, element: Format, parts: int) ->
     """
     split = weight.float().reshape(parts, -1, 128 // parts, weight.shape[-1] // 128, 128)
     scale = (split.abs().amax((0, 2, 4)) * _reciprocal_max(element)).clamp(min=SCALE_FLOOR)
-    codes = encode(split / scale[None, :, None, :, None], element, _cast_overflow(element))
+    codes = encode(split / scale[None, :, None, :, None], element, cast_overflow(element))
     return Quantized(codes.reshape(weight.shape), scale)
-
-
-def _cast_overflow(element: Format) -> Overflow:
-    """torch's eager cast on CUDA, which the backends use for weights and for staging."""
-    return Overflow.NAN if element.inf_code is None else Overflow.INF

@@ -6,7 +6,7 @@ Source: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm90` and `moe_ep/kernel_
 
 from dataclasses import replace
 
-from .formats import E4M3, E5M2, Format, Overflow
+from .formats import E4M3, E5M2, Format, Overflow, cast_overflow
 from .scheme import ActivationQuant, Apply, Evidence, Gemm, KOrder, Place, ScaleSource, Scheme, Weights
 from .tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, TensorCore
 
@@ -57,7 +57,7 @@ def _fp8_blockwise(kind: str, element: Format, core: TensorCore, evidence: Evide
         # Blockwise always promotes per K block: the accumulation mode changes nothing.
         knobs={"fp8_scale_mode": ("blockwise",), "kind": (kind,), "fp8_accum_mode": ("1xacc", "2xacc")},
         weights=Weights.FP8_BLOCK_128,
-        stage=ActivationQuant(element, 128, ScaleSource.AMAX, Apply.DIVIDE, Overflow.NAN),
+        stage=ActivationQuant(element, 128, ScaleSource.AMAX, Apply.DIVIDE, cast_overflow(element)),
         fc1=Gemm(core, 128, promote=Place.BOTH, epilogue=Place.NONE),
         requantize=ActivationQuant(element, 64, ScaleSource.AMAX, Apply.RECIPROCAL, Overflow.SATURATE),
         fc2=Gemm(core, 64, promote=Place.BOTH, epilogue=Place.NONE),
@@ -76,7 +76,7 @@ def _fp8_per_tensor(kind: str, element: Format, core: TensorCore, accum_mode: st
         name="sm90_fp8_fp8_bf16_pull_cutedsl",
         knobs={"fp8_scale_mode": ("per_tensor",), "kind": (kind,), "fp8_accum_mode": (accum_mode,)},
         weights=Weights.FP8_PER_EXPERT,
-        stage=ActivationQuant(element, None, ScaleSource.STATIC, Apply.RECIPROCAL, Overflow.NAN),
+        stage=ActivationQuant(element, None, ScaleSource.STATIC, Apply.RECIPROCAL, cast_overflow(element)),
         fc1=gemm,
         requantize=ActivationQuant(element, None, ScaleSource.STATIC, Apply.RECIPROCAL, Overflow.SATURATE),
         fc2=gemm,

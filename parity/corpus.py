@@ -1,0 +1,199 @@
+"""The problems behind the shipped recordings: their tensors and what is run on them.
+
+`build` fills a RecordingWriter and gets every output from a `run` function: the live kernel on a GPU, or anything with
+the same signature.
+"""
+
+from collections.abc import Callable
+
+import torch
+from fp4ep.reference.quantize import quantize_activation
+from fp4ep.reference.scheme import ActivationQuant
+from fp4ep.reference.schemes import find_scheme
+from fp4ep.reference.types import MoEInputs, MoEWeights
+
+from .recording import Case, RecordingWriter
+
+NVFP4 = "sm90_fp8_nvfp4_bf16_pull_cutedsl"
+MXFP4 = "sm90_fp8_mxfp4_bf16_pull_cutedsl"
+FP8 = "sm90_fp8_fp8_bf16_pull_cutedsl"
+BF16 = "sm90_bf16_bf16_bf16_pull_cutedsl"
+
+#: (scheme name, kernel options, weights, inputs, max_tokens_per_rank) -> output
+Run = Callable[[str, dict, MoEWeights, MoEInputs, int], torch.Tensor]
+
+_STATIC = {"fc1_activation_dequant_scale": 0.01, "fc2_activation_dequant_scale": 0.02}
+_BLOCKWISE = {"fp8_scale_mode": "blockwise"}
+_E5M2 = {"kind": "fp8_e5m2"}
+_2XACC = {"fp8_accum_mode": "2xacc"}
+#: A launch geometry given by hand. FlashInfer 0.7.4 takes fp8_accum_mode from the config only beside one; without, the
+#: tuning table's "1xacc" replaces it silently (`shim/hopper_fp8.py`).
+_GEOMETRY = {"swap_ab": True, "pingpong": False, "mma_tiler_mnk": (256, 32, 128), "cluster_shape_mnk": (1, 1, 1)}
+
+_EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K, _TOKENS = 8, 512, 256, 4, 24
+
+
+class _Builder:
+    def __init__(self, writer: RecordingWriter, run: Run, report: Callable[[str], None]) -> None:
+        self.writer, self.run, self.report = writer, run, report
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def store(self, name: str, tensor: torch.Tensor, encoding: str = "raw") -> None:
+        self.tensors[name] = self.writer.store(name, tensor, encoding)
+
+    def generate(self, name: str, generator: str, **arguments) -> None:
+        self.tensors[name] = self.writer.generate(name, generator, **arguments)
+
+    def case(self, title: str, scheme: str, weights: str, inputs: str, options: dict, config: dict | None = None) -> None:
+        """weights, inputs: prefixes of tensor names. A failing run is reported and left out; the others go on."""
+        roles = {}
+        for prefix, names in ((weights, _WEIGHTS), (inputs, _INPUTS)):
+            roles |= {n: f"{prefix}.{n}" for n in names if f"{prefix}.{n}" in self.tensors}
+        given = {role: self.tensors[name] for role, name in roles.items()}
+        tokens = MoEInputs(**{n: given.pop(n) for n in _INPUTS if n in given})
+        capacity = max(8, 1 << (len(tokens.hidden_states) - 1).bit_length())
+        config = config or {}
+        try:
+            output = self.run(scheme, options | config, MoEWeights(**given), tokens, capacity)
+        except Exception as error:
+            self.report(f"LEFT OUT {scheme} {title} {options} {config}: {error!r}")
+            return
+        name = f"output.{len(self.writer.cases)}"
+        self.store(name, output, "xz")
+        settings = {"max_tokens_per_rank": capacity, "world_size": 1, **config}
+        self.writer.cases.append(Case(title, "moe", scheme, {**roles, "output": name}, options, settings, launches=3))
+        self.report(f"{scheme} {title} {options}: recorded, {int(output.isnan().sum())} NaN")
+
+
+_WEIGHTS = ("w13", "w2", "w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale")
+_INPUTS = ("hidden_states", "topk_ids", "topk_weights", "scales")
+
+
+def build_special_values(writer: RecordingWriter, run: Run, report: Callable[[str], None]) -> None:
+    """Small problems that hold everything unusual: values, routing, scales, clamps, knobs."""
+    b = _Builder(writer, run, report)
+    _dense_weights(b, "dense", _EXPERTS, _HIDDEN, _INTERMEDIATE, seed=1)
+    _packed_weights(b, "nvfp4", block=16, low=1, high=126, seed=3)
+    for leg in ("w13", "w2"):
+        scale = 4e-4 * 2.0 ** torch.linspace(-2, 1, _EXPERTS)
+        b.store(f"nvfp4.{leg}_global_scale", scale if leg == "w13" else scale.flip(0))
+    _packed_weights(b, "mxfp4", block=32, low=105, high=124, seed=7)
+    _packed_weights(b, "mxfp4_wrap", block=32, low=120, high=128, seed=11)
+    b.tensors["mxfp4_wrap.w13_scale"][0, ::37, 3] = 0  # scales 128 below the largest: FlashInfer's table wraps there
+    b.store("mxfp4_wrap.w13_scale", b.tensors["mxfp4_wrap.w13_scale"], "xz")
+    _special_inputs(b)
+    b.generate("plain.hidden_states", "normal", seed=20, shape=[_TOKENS, _HIDDEN], scale=1.0)
+    b.store("plain.topk_ids", _routing(_TOKENS, _TOP_K, _EXPERTS, seed=21))
+    b.store("plain.topk_weights", _routing_weights(_TOKENS, _TOP_K, seed=22))
+
+    for kperm, clamp in ((64, 10.0), (64, 2.0), (64, None), (32, 10.0), (0, 10.0)):
+        b.case("special values", NVFP4, "nvfp4", "special", {"nvfp4_kperm": kperm, "gate_up_clamp": clamp})
+    b.case("bf16 weights, quantized by the backend", NVFP4, "dense", "special", {"nvfp4_kperm": 64})
+    for clamp in (10.0, 2.0, None):
+        b.case("special values", MXFP4, "mxfp4", "special", {"gate_up_clamp": clamp})
+    b.case("scales 128 octaves apart", MXFP4, "mxfp4_wrap", "plain", {})
+    b.case("special values", FP8, "dense", "special", _STATIC)
+    b.case("default static scales", FP8, "dense", "special", {})
+    b.case("special values", FP8, "dense", "special", _STATIC | _E5M2)
+    b.case("2xacc by knobs", FP8, "dense", "plain", _STATIC | _2XACC, {"knobs": dict(_2XACC)})
+    b.case("2xacc by geometry", FP8, "dense", "plain", _STATIC | _2XACC, _GEOMETRY)
+    b.case("2xacc by geometry", FP8, "dense", "special", _STATIC | _2XACC, _GEOMETRY)
+    b.case("2xacc asked for, 1xacc run", FP8, "dense", "plain", _STATIC, dict(_2XACC))
+    b.case("2xacc by knobs", FP8, "dense", "plain", _STATIC | _2XACC | _E5M2, {"knobs": dict(_2XACC)})
+    b.case("special values", FP8, "dense", "special", _BLOCKWISE)
+    b.case("special values", FP8, "dense", "special", _BLOCKWISE | {"gate_up_clamp": 2.0})
+    b.case("special values", FP8, "dense", "special", _BLOCKWISE | _E5M2)
+    for clamp in (None, 2.0):
+        b.case("special values", BF16, "dense", "special", {"gate_up_clamp": clamp})
+    for name, scheme, options in (("fp8_token", NVFP4, {}), ("fp8_block", FP8, _BLOCKWISE)):
+        _prestaged_inputs(b, name, find_scheme(scheme, **options).stage)
+        b.case("input quantized before", scheme, "nvfp4" if scheme == NVFP4 else "dense", name, options)
+    for tokens, top_k in ((1, 1), (40, 8)):
+        prefix = f"top{top_k}"
+        b.generate(f"{prefix}.hidden_states", "normal", seed=30 + top_k, shape=[tokens, _HIDDEN], scale=1.0)
+        b.store(f"{prefix}.topk_ids", _routing(tokens, top_k, _EXPERTS, seed=31))
+        b.store(f"{prefix}.topk_weights", _routing_weights(tokens, top_k, seed=32))
+        b.case(f"{tokens} tokens, top-k {top_k}", NVFP4, "nvfp4", prefix, {})
+
+
+def build_large(writer: RecordingWriter, run: Run, report: Callable[[str], None]) -> None:
+    """H 7168 and I 2048, the shape of a DeepSeek-V3 expert: chains of 224 instructions."""
+    b = _Builder(writer, run, report)
+    experts, hidden, intermediate, tokens, top_k = 2, 7168, 2048, 4, 1
+    _dense_weights(b, "dense", experts, hidden, intermediate, seed=41)
+    _packed_weights(b, "mxfp4", block=32, low=108, high=120, seed=43, shape=(experts, hidden, intermediate))
+    b.generate("large.hidden_states", "normal", seed=50, shape=[tokens, hidden], scale=1.0)
+    b.store("large.topk_ids", _routing(tokens, top_k, experts, seed=51))
+    b.store("large.topk_weights", _routing_weights(tokens, top_k, seed=52))
+    for scheme, weights, options in (
+        (NVFP4, "dense", {}),
+        (MXFP4, "mxfp4", {}),
+        (FP8, "dense", {"fc1_activation_dequant_scale": 0.01, "fc2_activation_dequant_scale": 0.5}),
+        (FP8, "dense", _BLOCKWISE),
+        (BF16, "dense", {}),
+    ):
+        b.case("H 7168, I 2048", scheme, weights, "large", options)
+
+
+def _dense_weights(b: _Builder, prefix: str, experts: int, hidden: int, intermediate: int, seed: int) -> None:
+    b.generate(f"{prefix}.w13", "normal", seed=seed, shape=[experts, 2 * intermediate, hidden], scale=0.06)
+    b.generate(f"{prefix}.w2", "normal", seed=seed + 1, shape=[experts, hidden, intermediate], scale=0.08)
+
+
+def _packed_weights(
+    b: _Builder, prefix: str, block: int, low: int, high: int, seed: int, shape=(_EXPERTS, _HIDDEN, _INTERMEDIATE)
+) -> None:
+    """Every code, and scale codes from low to high, at random."""
+    experts, hidden, intermediate = shape
+    for i, (leg, rows, k) in enumerate((("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate))):
+        b.generate(f"{prefix}.{leg}", "integers", seed=seed + i, shape=[experts, rows, k // 2], low=0, high=255)
+        scales = [experts, rows, k // block]
+        b.generate(f"{prefix}.{leg}_scale", "integers", seed=seed + 2 + i, shape=scales, low=low, high=high)
+
+
+def _random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _routing(tokens: int, top_k: int, experts: int, seed: int) -> torch.Tensor:
+    return torch.rand(tokens, experts, generator=_random(seed)).topk(top_k).indices
+
+
+def _routing_weights(tokens: int, top_k: int, seed: int) -> torch.Tensor:
+    return torch.rand(tokens, top_k, generator=_random(seed)).softmax(-1)
+
+
+def _special_inputs(b: _Builder) -> None:
+    x = torch.randn(_TOKENS, _HIDDEN, generator=_random(13))
+    x[0] = 0.0
+    x[1] = -0.0
+    for row, scale in ((2, 1e-31), (3, 6e-38), (4, 1e-40), (5, 4.4e-28), (6, 1e-20), (7, 1e20)):
+        x[row] *= scale
+    x[8, 5], x[9, 6], x[10, 7] = float("inf"), float("-inf"), float("nan")
+    x[11, ::100] *= 1000  # outliers: static scales overflow
+    x[12] = torch.arange(_HIDDEN) % 449 - 224.0  # lands on E4M3 ties once the scale is a power of two
+    x[12, 0] = 448.0
+    x[13] = torch.where(torch.arange(_HIDDEN) % 2 == 0, 0.75, -1.25)
+    ids = _routing(_TOKENS, _TOP_K, _EXPERTS - 1, seed=14)  # the last expert gets no token
+    weights = torch.rand(_TOKENS, _TOP_K, generator=_random(15)).softmax(-1)
+    ids[14, 1] = -1
+    ids[15, 0], ids[15, 3] = -1, -7
+    ids[16] = -1  # fully masked
+    ids[17, 2] = ids[17, 0]  # one expert twice
+    ids[18] = ids[18, 0]
+    weights[19, 0], weights[20] = 0.0, 0.0
+    weights[21] *= -1
+    weights[22, 1] = -3.0
+    weights[23] *= 1e-30
+    b.store("special.hidden_states", x.bfloat16())
+    b.store("special.topk_ids", ids)
+    b.store("special.topk_weights", weights)
+
+
+def _prestaged_inputs(b: _Builder, prefix: str, rule: ActivationQuant | None) -> None:
+    assert rule is not None
+    quantized = quantize_activation(torch.randn(_TOKENS, _HIDDEN, generator=_random(16)), rule)
+    b.store(f"{prefix}.hidden_states", quantized.codes.view(torch.float8_e4m3fn))
+    b.store(f"{prefix}.scales", quantized.scales)
+    for name in ("topk_ids", "topk_weights"):
+        b.store(f"{prefix}.{name}", b.tensors[f"special.{name}"])

@@ -1,0 +1,32 @@
+"""Deterministic inputs by name: a recording stores generator, arguments and checksum in place of a large tensor.
+
+Every generator draws raw 64-bit words from numpy's PCG64, whose stream numpy guarantees, and uses integer and exactly
+rounded operations only, so that any platform makes the same bits.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+
+def _words(seed: int, count: int) -> np.ndarray:
+    return np.random.PCG64(seed).random_raw(count)
+
+
+def normal(seed: int, shape: Sequence[int], scale: float) -> torch.Tensor:
+    """bf16, about normal with standard deviation `scale`, within 3.5 of them: the sum of four 16-bit integers."""
+    words = _words(seed, math.prod(shape))
+    total = sum((words >> np.uint64(16 * i) & np.uint64(0xFFFF)).astype(np.int64) for i in range(4))
+    values = (np.asarray(total) - 2 * 65535) / 37837.0 * scale
+    return torch.from_numpy(values.astype(np.float32)).bfloat16().reshape(tuple(shape))
+
+
+def integers(seed: int, shape: Sequence[int], low: int, high: int) -> torch.Tensor:
+    """uint8, uniform over low..high inclusive."""
+    words = _words(seed, math.prod(shape)) % np.uint64(high - low + 1) + np.uint64(low)
+    return torch.from_numpy(words.astype(np.uint8)).reshape(tuple(shape))
+
+
+GENERATORS: dict[str, Callable[..., torch.Tensor]] = {"normal": normal, "integers": integers}

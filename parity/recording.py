@@ -1,0 +1,182 @@
+"""Recordings: what a real kernel was given and what it returned, in one safetensors file.
+
+The header's metadata has one entry, `fp4ep`, a JSON object:
+
+    format    "fp4ep.recording"
+    version   1
+    title     what was recorded and why
+    source    hardware, compute_capability, and the versions of what ran: flashinfer, cutlass_dsl, torch, driver
+    tensors   name -> {dtype, shape, sha256, from}; `from` says where the tensor is:
+                {"kind": "stored", "encoding": "raw" or "xz"}              in this file, under its name
+                {"kind": "generated", "generator": g, "arguments": {...}}   `fp4ep.parity.generate`
+                {"kind": "quantized", "rule": r, "of": name, "part": p}     a dense tensor of this recording, quantized
+    cases     a list of `Case` objects
+
+"xz" holds the tensor's bytes, all first bytes of the elements, then all second bytes and so on, as one xz stream.
+sha256 is over the tensor's own little-endian bytes and is checked whenever a tensor is read. dtype is torch's name.
+Readers refuse a version they do not know.
+"""
+
+import hashlib
+import json
+import lzma
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from fp4ep.reference.formats import E2M1, pack_e2m1
+from fp4ep.reference.quantize import Quantized, quantize_mx, quantize_nvfp4
+from fp4ep.reference.scales import ScaleRule
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .generate import GENERATORS
+
+FORMAT = "fp4ep.recording"
+VERSION = 1
+
+QUANTIZERS = {
+    "nvfp4": quantize_nvfp4,
+    "mxfp4_floor": lambda values: quantize_mx(values, E2M1, ScaleRule.FLOOR),
+}
+
+
+class RecordingError(ValueError):
+    """A file is not a recording, is of another version, or does not hold what it says."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of one kernel (kind "moe"), or one chain of tensor-core instructions (kind "tensor_core").
+
+    tensors: role -> tensor name. For moe: hidden_states, topk_ids, topk_weights, w13, w2, where given scales,
+    w13_scale, w2_scale, w13_global_scale, w2_global_scale; and output. For tensor_core: a `[M, K]`, b `[N, K]`, maybe c,
+    and d `[M, N]`, all in codes of the operand format.
+    """
+
+    title: str
+    kind: str
+    scheme: str  #: FlashInfer's registry name, or the tensor core's name
+    tensors: dict[str, str]
+    options: dict[str, object] = field(default_factory=dict)  #: arguments of find_scheme
+    config: dict[str, object] = field(default_factory=dict)  #: what else the kernel was told; decides no bits
+    launches: int = 1  #: runs that gave these same bits
+
+
+class Recording:
+    """An open recording. Tensors are read, rebuilt and checked on first use."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises RecordingError when the file is not a recording of a known version, FileNotFoundError as usual."""
+        self.path = Path(path)
+        try:
+            with safe_open(self.path, "pt") as file:
+                header = json.loads((file.metadata() or {})["fp4ep"])
+            assert header["format"] == FORMAT
+        except (SafetensorError, KeyError, AssertionError, json.JSONDecodeError) as error:
+            raise RecordingError(f"{self.path}: not an fp4ep recording ({error!r})") from error
+        if header["version"] != VERSION:
+            raise RecordingError(f"{self.path}: recording version {header['version']!r}; this fp4ep reads {VERSION}")
+        self.title: str = header["title"]
+        self.source: dict[str, str] = header["source"]
+        self.cases = [Case(**case) for case in header["cases"]]
+        self.specs: dict[str, dict] = header["tensors"]
+        self._loaded: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The tensor of that name. Raises RecordingError when it is missing or its checksum does not match."""
+        if name not in self.specs:
+            raise RecordingError(f"{self.path}: no tensor {name!r}")
+        if name not in self._loaded:
+            tensor = self._build(name, self.specs[name])
+            if sha256(tensor) != self.specs[name]["sha256"]:
+                raise RecordingError(f"{self.path}: tensor {name!r} does not have its recorded checksum")
+            self._loaded[name] = tensor
+        return self._loaded[name]
+
+    def forget(self) -> None:
+        """Drop the tensors read so far."""
+        self._loaded.clear()
+
+    def roles(self, case: Case) -> dict[str, torch.Tensor]:
+        return {role: self[name] for role, name in case.tensors.items()}
+
+    def _build(self, name: str, spec: dict) -> torch.Tensor:
+        origin = spec["from"]
+        dtype = getattr(torch, spec["dtype"])
+        if origin["kind"] == "stored":
+            with safe_open(self.path, "pt") as file:
+                stored = file.get_tensor(name)
+            return stored if origin["encoding"] == "raw" else _unpack(stored, dtype, spec["shape"])
+        if origin["kind"] == "generated":
+            return GENERATORS[origin["generator"]](**origin["arguments"])
+        if origin["kind"] == "quantized":
+            return quantized_part(QUANTIZERS[origin["rule"]](self[origin["of"]]), origin["part"])
+        raise RecordingError(f"{self.path}: tensor {name!r} comes from {origin['kind']!r}, which is unknown")
+
+
+class RecordingWriter:
+    """Collects tensors and cases, then writes them at once."""
+
+    def __init__(self, title: str, source: Mapping[str, str]) -> None:
+        self.header = {"format": FORMAT, "version": VERSION, "title": title, "source": dict(source)}
+        self.specs: dict[str, dict] = {}
+        self.stored: dict[str, torch.Tensor] = {}
+        self.cases: list[Case] = []
+
+    def store(self, name: str, tensor: torch.Tensor, encoding: str = "raw") -> torch.Tensor:
+        tensor = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        self.stored[name] = tensor if encoding == "raw" else _pack(tensor)
+        return self._add(name, tensor, {"kind": "stored", "encoding": encoding})
+
+    def generate(self, name: str, generator: str, **arguments) -> torch.Tensor:
+        tensor = GENERATORS[generator](**arguments)
+        return self._add(name, tensor, {"kind": "generated", "generator": generator, "arguments": arguments})
+
+    def quantize(self, name: str, rule: str, of: str, part: str, dense: torch.Tensor) -> torch.Tensor:
+        tensor = quantized_part(QUANTIZERS[rule](dense), part)
+        return self._add(name, tensor, {"kind": "quantized", "rule": rule, "of": of, "part": part})
+
+    def _add(self, name: str, tensor: torch.Tensor, origin: dict) -> torch.Tensor:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.specs[name] = {"dtype": dtype, "shape": list(tensor.shape), "sha256": sha256(tensor), "from": origin}
+        return tensor
+
+    def write(self, path: str | Path) -> None:
+        """Write the file, replacing an older one only when the new one is complete."""
+        header = self.header | {"tensors": self.specs, "cases": [asdict(case) for case in self.cases]}
+        path = Path(path)
+        partial = path.with_suffix(".partial")
+        save_file(self.stored, partial, metadata={"fp4ep": json.dumps(header)})
+        partial.chmod(0o644)
+        os.replace(partial, path)
+
+
+def quantized_part(quantized: Quantized, part: str) -> torch.Tensor:
+    """part: "codes" (two E2M1 per byte), "scales" or "global_scale"."""
+    tensor = pack_e2m1(quantized.codes) if part == "codes" else getattr(quantized, part)
+    return tensor.contiguous()
+
+
+def sha256(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(_bytes(tensor).numpy().tobytes()).hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """`[elements, itemsize]` uint8, little endian as every platform torch runs on."""
+    assert sys.byteorder == "little"
+    return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(-1, tensor.element_size())
+
+
+def _pack(tensor: torch.Tensor) -> torch.Tensor:
+    planes = _bytes(tensor).T.contiguous().numpy().tobytes()
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 0, "pb": 0}]
+    return torch.frombuffer(bytearray(lzma.compress(planes, lzma.FORMAT_XZ, filters=filters)), dtype=torch.uint8)
+
+
+def _unpack(stored: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    planes = torch.frombuffer(bytearray(lzma.decompress(stored.numpy().tobytes())), dtype=torch.uint8)
+    return planes.reshape(dtype.itemsize, -1).T.contiguous().reshape(-1).view(dtype).reshape(shape)

@@ -1,0 +1,106 @@
+"""Replay recordings through the reference and count the bits that differ."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from fp4ep.reference.formats import E4M3, E5M2, decode
+from fp4ep.reference.moe import moe_forward
+from fp4ep.reference.scheme import Evidence
+from fp4ep.reference.schemes import find_scheme
+from fp4ep.reference.tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, matmul
+from fp4ep.reference.types import MoEInputs, MoEWeights
+
+from .recording import Case, Recording
+
+#: Instruction and operand format behind the name of a tensor_core case.
+TENSOR_CORES = {core.name: core for core in (HOPPER_E4M3, HOPPER_E5M2, HOPPER_BF16)}
+_OPERANDS = {HOPPER_E4M3: E4M3, HOPPER_E5M2: E5M2}
+
+#: Called with the share of the case that is done, 0 to 1.
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table."""
+
+    recording: str
+    case: str
+    scheme: str
+    hardware: str
+    version: str
+    elements: int
+    differing: int
+    first: str | None  #: where the first difference is, with both values and both bit patterns
+    evidence: Evidence | None  #: None when bits differ
+    seconds: float
+
+    def as_json(self) -> dict:
+        return asdict(self) | {"evidence": self.evidence and self.evidence.value}
+
+
+def shipped_recordings() -> list[Path]:
+    """The recordings in the package, in order of name."""
+    folder = Path(str(files("fp4ep.parity").joinpath("recordings")))
+    return sorted(folder.glob("*.safetensors"))
+
+
+def replay(recording: Recording, cases: Iterable[Case], progress: Callable[[Case], Progress]) -> Iterator[Result]:
+    """Run each case through the reference. Yields one Result per case, in order."""
+    source = recording.source
+    version = f"flashinfer {source['flashinfer']}"
+    for case in cases:
+        start = time.perf_counter()
+        tensors = recording.roles(case)
+        run = _replay_moe if case.kind == "moe" else _replay_tensor_core
+        scheme, found, expected = run(case, tensors, progress(case))
+        differing, first = compare_bits(found, expected)
+        yield Result(
+            recording=recording.path.stem,
+            case=case.title,
+            scheme=scheme,
+            hardware=f"{source['hardware']} ({source['compute_capability']})",
+            version=version if case.kind == "moe" else f"torch {source['torch']}",
+            elements=found.numel(),
+            differing=differing,
+            first=first,
+            evidence=None if differing else Evidence.VERIFIED,
+            seconds=time.perf_counter() - start,
+        )
+
+
+def _replay_moe(case: Case, tensors: dict[str, torch.Tensor], progress: Progress):
+    expected = tensors.pop("output")
+    inputs = MoEInputs(**{k: tensors.pop(k) for k in ("hidden_states", "topk_ids", "topk_weights", "scales") if k in tensors})
+    scheme = find_scheme(case.scheme, **case.options)
+    found, _ = moe_forward(scheme, MoEWeights(**tensors), inputs, progress=lambda done, total: progress(done / total))
+    return str(scheme), found, expected
+
+
+def _replay_tensor_core(case: Case, tensors: dict[str, torch.Tensor], progress: Progress):
+    core = TENSOR_CORES[case.scheme]
+    a, b = (decode(tensors[x], _OPERANDS[core]) if core in _OPERANDS else tensors[x].float() for x in "ab")
+    found = matmul(core, a, b, c=tensors.get("c"))
+    progress(1.0)
+    return core.name, found, tensors["d"]
+
+
+def compare_bits(found: torch.Tensor, expected: torch.Tensor) -> tuple[int, str | None]:
+    """Number of elements whose bits differ, and a description of the first. Raises ValueError on shape or dtype."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise ValueError(
+            f"found must be {expected.dtype} {list(expected.shape)} as recorded, got {found.dtype} {list(found.shape)}"
+        )
+    integer = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    found_bits, expected_bits = (t.contiguous().view(integer) for t in (found, expected))
+    differs = found_bits != expected_bits
+    if not differs.any():
+        return 0, None
+    row, column = divmod(int(differs.flatten().nonzero()[0]), found.shape[1])
+    mask, digits = (0xFFFF, 4) if integer is torch.int16 else (0xFFFFFFFF, 8)
+    shown = [f"{float(t[row, column])!r} (0x{int(b[row, column]) & mask:0{digits}x})" for t, b in ((found, found_bits), (expected, expected_bits))]
+    return int(differs.sum()), f"[{row}, {column}]: {shown[0]}, recorded {shown[1]}"

@@ -1,0 +1,102 @@
+"""The registry: every record can be reached by FlashInfer's options, defaults are FlashInfer's, and errors say more."""
+
+import re
+from itertools import product
+
+import pytest
+from fp4ep.reference.scheme import KOrder, Place
+from fp4ep.reference.schemes import SCHEMES, find_scheme
+
+NVFP4 = "sm90_fp8_nvfp4_bf16_pull_cutedsl"
+MXFP4 = "sm90_fp8_mxfp4_bf16_pull_cutedsl"
+FP8 = "sm90_fp8_fp8_bf16_pull_cutedsl"
+BF16 = "sm90_bf16_bf16_bf16_pull_cutedsl"
+NUMBERS = ("gate_up_clamp", "fc1_activation_dequant_scale", "fc2_activation_dequant_scale")
+
+
+@pytest.mark.parametrize("record", SCHEMES, ids=str)
+def test_every_record_is_reachable(record):
+    for values in product(*record.knobs.values()):
+        assert find_scheme(record.name, **dict(zip(record.knobs, values, strict=True))) == record
+
+
+def test_one_record_for_each_combination_of_knobs():
+    """The knob values of a name's records tile the product of all its values: none is missing, none is named twice."""
+    for name in {record.name for record in SCHEMES}:
+        records = [record for record in SCHEMES if record.name == name]
+        covered = [values for record in records for values in product(*record.knobs.values())]
+        axes = [{v for record in records for v in record.knobs[knob]} for knob in records[0].knobs]
+        assert sorted(covered) == sorted(product(*axes))
+
+
+def test_names_in_reports_are_unique():
+    assert len({str(record) for record in SCHEMES}) == len(SCHEMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "clamp"),
+    [
+        (NVFP4, {"nvfp4_kperm": 64}, 10.0),
+        (MXFP4, {}, 10.0),
+        (FP8, {"fp8_scale_mode": "per_tensor", "fp8_accum_mode": "1xacc", "kind": "fp8_e4m3"}, None),
+        (BF16, {}, None),
+    ],
+)
+def test_defaults_are_flashinfers(name, options, clamp):
+    """As in the config classes of FlashInfer 0.7.4."""
+    scheme = find_scheme(name)
+    assert scheme == find_scheme(name, **options)
+    assert scheme.gate_up_clamp == clamp
+    assert scheme.fc1_activation_dequant_scale == scheme.fc2_activation_dequant_scale == 1.0
+
+
+@pytest.mark.parametrize("record", SCHEMES, ids=str)
+def test_alignment_fits_the_arithmetic(record):
+    """Instructions, quantization blocks, promoted chains and K orders divide every H and I that the record allows."""
+    for gemm, quant, multiple in (
+        (record.fc1, record.stage, record.hidden_multiple),
+        (record.fc2, record.requantize, record.intermediate_multiple),
+    ):
+        assert multiple % gemm.core.k == 0
+        if gemm.chunk is not None and gemm.promote is not Place.NONE:  # without a scale the last chain may be short
+            assert multiple % gemm.chunk == 0
+        if gemm.k_order is KOrder.KPERM64:
+            assert multiple % 64 == 0
+        if quant is not None and quant.block is not None:
+            assert multiple % quant.block == 0
+
+
+def test_numbers_are_filled_in():
+    scheme = find_scheme(FP8, gate_up_clamp=7, fc1_activation_dequant_scale=0.5, fc2_activation_dequant_scale=0.25)
+    assert [getattr(scheme, number) for number in NUMBERS] == [7, 0.5, 0.25]
+    assert find_scheme(NVFP4, gate_up_clamp=None).gate_up_clamp is None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "start", "fragment"),
+    [
+        ("nvfp4", {}, "name: no scheme 'nvfp4'", f"known: {BF16}, {FP8}, {MXFP4}, {NVFP4}"),
+        (NVFP4, {"kperm": 64}, f"kperm: {NVFP4} has no such option", "nvfp4_kperm, gate_up_clamp"),
+        (BF16, {"fp8_scale_mode": "blockwise"}, "fp8_scale_mode: ", "it has gate_up_clamp"),
+        (NVFP4, {"nvfp4_kperm": 16}, "nvfp4_kperm: 16 is not one of", "[0, 32, 64]"),
+        (FP8, {"fp8_scale_mode": "mx"}, "fp8_scale_mode: 'mx' is not one of", "['blockwise', 'per_tensor']"),
+        (FP8, {"kind": None}, "kind: None is not one of", "['fp8_e4m3', 'fp8_e5m2']"),
+    ],
+)
+def test_unknown_name_option_value(name, options, start, fragment):
+    with pytest.raises(ValueError, match="^" + re.escape(start)) as raised:
+        find_scheme(name, **options)
+    assert fragment in str(raised.value)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("value", [0, 0.0, -1.0, float("nan"), float("inf"), "10"])
+def test_numbers_must_be_positive_and_finite(number, value):
+    with pytest.raises(ValueError, match=rf"^{number} must be a positive finite number.*, got {value!r}$"):
+        find_scheme(FP8, **{number: value})
+
+
+@pytest.mark.parametrize("number", NUMBERS[1:])
+def test_only_the_clamp_may_be_none(number):
+    with pytest.raises(ValueError, match=rf"^{number} must be a positive finite number, got None$"):
+        find_scheme(FP8, **{number: None})
