@@ -1,8 +1,10 @@
 """Run FlashInfer's SM90 pull megakernels on one GPU, as one EP rank."""
 
+import dataclasses
 import os
 
 import torch
+
 from fp4ep.reference.types import MoEInputs, MoEWeights
 
 from .layouts import interleave_fp4_fp8
@@ -22,12 +24,14 @@ def run_megakernel(
     inputs: MoEInputs,
     *,
     max_tokens_per_rank: int,
+    previous_topk_ids: torch.Tensor | None = None,
     launches: int = 3,
 ) -> torch.Tensor:
     """Launch the kernel `launches` times on the current device. Returns the output, `[T, H]` bf16, on the CPU.
 
     name: FlashInfer's registry name; options: fields of its config class; weights and inputs: CPU tensors in canonical
-    layout (see `fp4ep.reference.types`), hidden_states in FP8 meaning `quantize_input=False`.
+    layout (see `fp4ep.reference.types`), hidden_states in FP8 meaning `quantize_input=False`. previous_topk_ids: launch
+    once with this routing before, on the same buffers.
 
     Raises RuntimeError when the launches do not give the same bits; FlashInfer's own errors pass through.
     """
@@ -53,6 +57,8 @@ def run_megakernel(
         topk_weights=inputs.topk_weights.cuda(),
         scales=None if inputs.scales is None else inputs.scales.cuda(),
     )
+    if previous_topk_ids is not None:
+        layer(dataclasses.replace(tensors, topk_ids=previous_topk_ids.long().cuda()))
     outputs = []
     for _ in range(launches):
         outputs.append(layer(tensors).cpu().clone())

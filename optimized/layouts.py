@@ -16,7 +16,8 @@ def interleave_fp4_fp8(packed: torch.Tensor) -> torch.Tensor:
     experts, rows, _ = packed.shape
     wide = packed.int()
     pairs = wide[..., 0::2] | wide[..., 1::2] << 8  # [E, N, K/4], four codes of 16 bits
-    pairs = pairs.reshape(experts, rows // 16, 2, 8, -1, 2, 2, 4)  # row = (16s, ab, r), column = (K/64, mma, half, lane)
+    # Rows are (N/16, ab, r), columns are (K/64, mma, half, lane).
+    pairs = pairs.reshape(experts, rows // 16, 2, 8, -1, 2, 2, 4)
     word = (pairs[:, :, 0] | pairs[:, :, 1] << 16).long() & 0xFFFFFFFF
     moved = word & 0x77777777
     for i in range(4):

@@ -42,8 +42,8 @@ def _replay(arguments: argparse.Namespace) -> int:
         print(f"fp4ep replay: --match {arguments.match!r} leaves no case", file=sys.stderr)
         return 2
     results: list[Result] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    text, percent = TextColumn("{task.description}"), TextColumn("{task.percentage:3.0f}%")
+    with Progress(text, BarColumn(), percent, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=len(work))
 
         def progress(case):

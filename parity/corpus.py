@@ -7,6 +7,7 @@ the same signature.
 from collections.abc import Callable
 
 import torch
+
 from fp4ep.reference.quantize import quantize_activation
 from fp4ep.reference.scheme import ActivationQuant
 from fp4ep.reference.schemes import find_scheme
@@ -19,8 +20,8 @@ MXFP4 = "sm90_fp8_mxfp4_bf16_pull_cutedsl"
 FP8 = "sm90_fp8_fp8_bf16_pull_cutedsl"
 BF16 = "sm90_bf16_bf16_bf16_pull_cutedsl"
 
-#: (scheme name, kernel options, weights, inputs, max_tokens_per_rank) -> output
-Run = Callable[[str, dict, MoEWeights, MoEInputs, int], torch.Tensor]
+#: (scheme name, kernel options, weights, inputs, max_tokens_per_rank, previous_topk_ids) -> output
+Run = Callable[[str, dict, MoEWeights, MoEInputs, int, torch.Tensor | None], torch.Tensor]
 
 _STATIC = {"fc1_activation_dequant_scale": 0.01, "fc2_activation_dequant_scale": 0.02}
 _BLOCKWISE = {"fp8_scale_mode": "blockwise"}
@@ -44,17 +45,20 @@ class _Builder:
     def generate(self, name: str, generator: str, **arguments) -> None:
         self.tensors[name] = self.writer.generate(name, generator, **arguments)
 
-    def case(self, title: str, scheme: str, weights: str, inputs: str, options: dict, config: dict | None = None) -> None:
+    def case(
+        self, title: str, scheme: str, weights: str, inputs: str, options: dict, config: dict | None = None
+    ) -> None:
         """weights, inputs: prefixes of tensor names. A failing run is reported and left out; the others go on."""
         roles = {}
         for prefix, names in ((weights, _WEIGHTS), (inputs, _INPUTS)):
             roles |= {n: f"{prefix}.{n}" for n in names if f"{prefix}.{n}" in self.tensors}
         given = {role: self.tensors[name] for role, name in roles.items()}
+        previous = given.pop("previous_topk_ids", None)
         tokens = MoEInputs(**{n: given.pop(n) for n in _INPUTS if n in given})
         capacity = max(8, 1 << (len(tokens.hidden_states) - 1).bit_length())
         config = config or {}
         try:
-            output = self.run(scheme, options | config, MoEWeights(**given), tokens, capacity)
+            output = self.run(scheme, options | config, MoEWeights(**given), tokens, capacity, previous)
         except Exception as error:
             self.report(f"LEFT OUT {scheme} {title} {options} {config}: {error!r}")
             return
@@ -66,7 +70,7 @@ class _Builder:
 
 
 _WEIGHTS = ("w13", "w2", "w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale")
-_INPUTS = ("hidden_states", "topk_ids", "topk_weights", "scales")
+_INPUTS = ("hidden_states", "topk_ids", "topk_weights", "scales", "previous_topk_ids")
 
 
 def build_special_values(writer: RecordingWriter, run: Run, report: Callable[[str], None]) -> None:
@@ -108,6 +112,23 @@ def build_special_values(writer: RecordingWriter, run: Run, report: Callable[[st
     for name, scheme, options in (("fp8_token", NVFP4, {}), ("fp8_block", FP8, _BLOCKWISE)):
         _prestaged_inputs(b, name, find_scheme(scheme, **options).stage)
         b.case("input quantized before", scheme, "nvfp4" if scheme == NVFP4 else "dense", name, options)
+    # A launch with every slot live, then one with some masked, on the same buffers.
+    b.store("stale.hidden_states", b.tensors["plain.hidden_states"], "xz")
+    masked = torch.rand(_TOKENS, _TOP_K, generator=_random(17)) < 0.3
+    b.store("stale.topk_ids", torch.where(masked, -1, b.tensors["plain.topk_ids"]))
+    b.store("stale.previous_topk_ids", b.tensors["plain.topk_ids"])
+    b.store("stale.topk_weights", b.tensors["plain.topk_weights"])
+    for scheme, weights in ((NVFP4, "nvfp4"), (FP8, "dense"), (BF16, "dense")):
+        b.case("slots masked after a launch with all live", scheme, weights, "stale", _STATIC if scheme == FP8 else {})
+    _dense_weights(b, "odd", 4, 320, 192, seed=61)
+    _dense_weights(b, "odd_bf16", 4, 256, 192, seed=63)
+    for prefix, hidden in (("odd_inputs", 320), ("odd_bf16_inputs", 256)):
+        b.generate(f"{prefix}.hidden_states", "normal", seed=65, shape=[5, hidden], scale=1.0)
+        b.store(f"{prefix}.topk_ids", _routing(5, 2, 4, seed=66))
+        b.store(f"{prefix}.topk_weights", _routing_weights(5, 2, seed=67))
+    b.case("H 320, I 192", FP8, "odd", "odd_inputs", _STATIC)
+    b.case("H 320, I 192", FP8, "odd", "odd_inputs", _STATIC | _2XACC, {"knobs": dict(_2XACC)})
+    b.case("H 256, I 192", BF16, "odd_bf16", "odd_bf16_inputs", {})
     for tokens, top_k in ((1, 1), (40, 8)):
         prefix = f"top{top_k}"
         b.generate(f"{prefix}.hidden_states", "normal", seed=30 + top_k, shape=[tokens, _HIDDEN], scale=1.0)

@@ -1,8 +1,9 @@
 """Make the shipped recordings again, on a machine with an SM90 GPU, flashinfer-python and Triton.
 
-    python -m fp4ep.parity.flashinfer_record FOLDER
+Run `python -m fp4ep.parity.flashinfer_record FOLDER`.
 """
 
+import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -24,6 +25,9 @@ def describe_machine() -> dict[str, str]:
         "cutlass_dsl": version("nvidia-cutlass-dsl"),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
+        "driver": subprocess.check_output(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True
+        ).split()[0],
     }
 
 
@@ -35,12 +39,18 @@ def main(folder: str) -> None:
     def report(line: str) -> None:
         print(f"{time.perf_counter() - start:6.1f} s  {line}", flush=True)
 
-    def run(scheme, options, weights, inputs, capacity):
-        return run_megakernel(scheme, options, weights, inputs, max_tokens_per_rank=capacity)
+    def run(scheme, options, weights, inputs, capacity, previous):
+        return run_megakernel(
+            scheme, options, weights, inputs, max_tokens_per_rank=capacity, previous_topk_ids=previous
+        )
 
     source = describe_machine()
     for name, title, build in (
-        ("h200_special_values", "Special values, routing, scales, clamps and knobs, small problems", build_special_values),
+        (
+            "h200_special_values",
+            "Special values, routing, scales, clamps and knobs, small problems",
+            build_special_values,
+        ),
         ("h200_large", "H 7168 and I 2048: a DeepSeek-V3 expert's shape", build_large),
     ):
         writer = RecordingWriter(title, source)

@@ -27,11 +27,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
 from fp4ep.reference.formats import E2M1, pack_e2m1
 from fp4ep.reference.quantize import Quantized, quantize_mx, quantize_nvfp4
 from fp4ep.reference.scales import ScaleRule
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from .generate import GENERATORS
 
@@ -53,7 +54,8 @@ class Case:
     """One run of one kernel (kind "moe"), or one chain of tensor-core instructions (kind "tensor_core").
 
     tensors: role -> tensor name. For moe: hidden_states, topk_ids, topk_weights, w13, w2, where given scales,
-    w13_scale, w2_scale, w13_global_scale, w2_global_scale; and output. For tensor_core: a `[M, K]`, b `[N, K]`, maybe c,
+    w13_scale, w2_scale, w13_global_scale, w2_global_scale; and output. previous_topk_ids, where present: the routing of
+    an earlier launch on the same buffers, all else equal. For tensor_core: a `[M, K]`, b `[N, K]`, maybe c,
     and d `[M, N]`, all in codes of the operand format.
     """
 

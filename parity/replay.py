@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
 import torch
+
 from fp4ep.reference.formats import E4M3, E5M2, decode
 from fp4ep.reference.moe import moe_forward
 from fp4ep.reference.scheme import Evidence
@@ -75,9 +76,17 @@ def replay(recording: Recording, cases: Iterable[Case], progress: Callable[[Case
 
 def _replay_moe(case: Case, tensors: dict[str, torch.Tensor], progress: Progress):
     expected = tensors.pop("output")
-    inputs = MoEInputs(**{k: tensors.pop(k) for k in ("hidden_states", "topk_ids", "topk_weights", "scales") if k in tensors})
+    given = tensors.keys() & {"hidden_states", "topk_ids", "topk_weights", "scales"}
+    inputs = MoEInputs(**{role: tensors.pop(role) for role in given})
     scheme = find_scheme(case.scheme, **case.options)
-    found, _ = moe_forward(scheme, MoEWeights(**tensors), inputs, progress=lambda done, total: progress(done / total))
+    previous_ids, workspace = tensors.pop("previous_topk_ids", None), None
+    weights = MoEWeights(**tensors)
+    if previous_ids is not None:
+        _, trace = moe_forward(scheme, weights, replace(inputs, topk_ids=previous_ids))
+        workspace = [trace["combine"].tensors["terms"]]
+    found, _ = moe_forward(
+        scheme, weights, inputs, workspace=workspace, progress=lambda done, total: progress(done / total)
+    )
     return str(scheme), found, expected
 
 
@@ -101,6 +110,8 @@ def compare_bits(found: torch.Tensor, expected: torch.Tensor) -> tuple[int, str 
     if not differs.any():
         return 0, None
     row, column = divmod(int(differs.flatten().nonzero()[0]), found.shape[1])
-    mask, digits = (0xFFFF, 4) if integer is torch.int16 else (0xFFFFFFFF, 8)
-    shown = [f"{float(t[row, column])!r} (0x{int(b[row, column]) & mask:0{digits}x})" for t, b in ((found, found_bits), (expected, expected_bits))]
+    shown = [
+        f"{float(values[row, column])!r} (0x{bits[row, column].item() & (1 << 8 * values.element_size()) - 1:x})"
+        for values, bits in ((found, found_bits), (expected, expected_bits))
+    ]
     return int(differs.sum()), f"[{row}, {column}]: {shown[0]}, recorded {shown[1]}"

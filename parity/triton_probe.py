@@ -1,10 +1,11 @@
-"""Tensor-core chains straight from the hardware: D = C + A B, one wgmma after another. Needs Triton and a Hopper GPU."""
+"""What the hardware computes, instruction by instruction. Needs Triton and a Hopper GPU."""
 
 from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
+
 from fp4ep.reference.formats import E4M3, E5M2, decode
 from fp4ep.reference.tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, TensorCore
 

@@ -1,9 +1,11 @@
-"""Dispatch and combine between EP ranks, as index tables and one sum. Nothing here rounds but the last line."""
+"""Dispatch and combine between EP ranks, as index tables and one sum. Nothing rounds but `combine`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from .scheme import Combine
 
 
 @dataclass(frozen=True)
@@ -43,22 +45,36 @@ def dispatch(topk_ids: Sequence[torch.Tensor], num_experts: int) -> list[Routes]
     return received
 
 
-def combine(
-    topk_ids: torch.Tensor, rank: int, routes: Sequence[Routes], route_outputs: Sequence[torch.Tensor], hidden: int
+def route_terms(
+    rank: int, routes: Sequence[Routes], route_outputs: Sequence[torch.Tensor], workspace: torch.Tensor
 ) -> torch.Tensor:
-    """Sum one rank's route outputs over its top-k slots. Returns `[T, hidden]` bf16.
+    """Send route outputs home: `[T, top_k, hidden]` bf16, rank's workspace with its live slots overwritten.
 
-    topk_ids: `[T, top_k]` of that rank; routes and route_outputs: of every rank, rows bf16. The sum runs in float32
-    from +0 over the slots in the caller's order, masked slots skipped, and rounds to bf16 once at the end. The routing
-    weight is already inside (the kernels multiply the SwiGLU output). A token with every slot masked gives +0.
-    Source: FlashInfer 0.7.4, `moe_nvfp4_swapab/topk_reduce.py`.
+    routes and route_outputs (rows bf16): of every rank. A masked slot keeps what the workspace held before.
     """
-    terms = torch.zeros(*topk_ids.shape, hidden, dtype=torch.bfloat16)
+    terms = workspace.clone()
     for table, output in zip(routes, route_outputs, strict=True):
         mine = table.source_rank == rank
         terms[table.token[mine], table.slot[mine]] = output[mine]
-    total = torch.zeros(topk_ids.shape[0], hidden)
-    for slot in range(topk_ids.shape[1]):
-        live = topk_ids[:, slot, None] >= 0
-        total = torch.where(live, total + terms[:, slot].float(), total)
-    return total.bfloat16()
+    return terms
+
+
+def combine(terms: torch.Tensor, topk_ids: torch.Tensor, rule: Combine) -> torch.Tensor:
+    """Sum route terms over the top-k slots. Returns `[T, hidden]` bf16.
+
+    terms: `[T, top_k, hidden]` bf16; topk_ids: `[T, top_k]`. The sum runs in float32 over the slots in the caller's
+    order and rounds to bf16 once at the end; the routing weight is already inside (the kernels multiply the SwiGLU
+    output). Which slots count, and where the sum starts, is `rule`. NaN becomes the GPU's canonical 0x7FFF.
+    Source: FlashInfer 0.7.4, `moe_nvfp4_swapab/topk_reduce.py`.
+    """
+    values = terms.float()
+    if rule is Combine.LIVE_SLOTS:
+        total = torch.zeros_like(values[:, 0])
+        for slot in range(terms.shape[1]):
+            total = torch.where(topk_ids[:, slot, None] >= 0, total + values[:, slot], total)
+    else:
+        total = values[:, 0]
+        for slot in range(1, terms.shape[1]):
+            total = total + values[:, slot]
+    canonical_nan = torch.tensor(0x7FFF, dtype=torch.int16).view(torch.bfloat16)
+    return torch.where(torch.isnan(total), canonical_nan, total.bfloat16())

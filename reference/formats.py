@@ -14,8 +14,6 @@ from functools import cache
 
 import torch
 
-from .fp32 import floor_log2, power_of_two
-
 
 class Overflow(Enum):
     """What `encode` does with magnitudes that round beyond the largest finite value, infinity included."""
@@ -122,23 +120,35 @@ def encode(values: torch.Tensor, fmt: Format, overflow: Overflow = Overflow.SATU
     """
     if fmt is UE8M0:
         raise ValueError("fmt UE8M0 has no rounding of its own: choose a ScaleRule in fp4ep.reference.scales")
-    if overflow is Overflow.INF and fmt.inf_code is None or overflow is Overflow.NAN and fmt.nan_code is None:
+    if (overflow is Overflow.INF and fmt.inf_code is None) or (overflow is Overflow.NAN and fmt.nan_code is None):
         raise ValueError(f"overflow {overflow.name} is not possible in {fmt}: it has no such code")
-    values = values.float()
+    flat = values.reshape(-1)
+    codes = torch.empty(flat.shape, dtype=torch.uint8)
+    for part, out in zip(flat.split(_CHUNK), codes.split(_CHUNK), strict=True):
+        out.copy_(_encode(part.float(), fmt, overflow))
+    return codes.reshape(values.shape)
+
+
+#: Elements encoded at a time: keeps the temporaries in cache.
+_CHUNK = 1 << 16
+
+
+def _encode(values: torch.Tensor, fmt: Format, overflow: Overflow) -> torch.Tensor:
     nan = torch.isnan(values)
     magnitude = torch.where(nan, 0.0, values.abs().clamp(max=2 * fmt.max))
     # One step is 2^(e - mantissa_bits). Dividing by a power of two is exact, so `round` is the only rounding; a
-    # carry into the next binade is carried by the integer addition below.
-    exponent = floor_log2(magnitude).clamp(min=fmt.min_exponent)
-    steps = torch.round(magnitude / power_of_two(exponent - fmt.mantissa_bits)).int()
-    codes = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + steps
+    # carry into the next binade is carried by the integer addition below. Exponents come straight from the float32
+    # bits: float32's own subnormals are far below half the smallest step of every format here.
+    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=fmt.min_exponent)
+    step = ((exponent + (127 - fmt.mantissa_bits)) << 23).view(torch.float32)
+    codes = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + torch.round(magnitude / step).int()
     beyond = {Overflow.SATURATE: fmt.max_code, Overflow.NAN: fmt.nan_code, Overflow.INF: fmt.inf_code}[overflow]
     codes = torch.where(codes > fmt.max_code, beyond, codes)
     sign = torch.signbit(values) * fmt.sign_bit
     if overflow is Overflow.SATURATE:
         sign = torch.where(nan, 0, sign)
     nan_code = fmt.max_code if fmt.nan_code is None else fmt.nan_code
-    return (torch.where(nan, nan_code, codes) | sign).to(torch.uint8)
+    return torch.where(nan, nan_code, codes) | sign
 
 
 def round_to(values: torch.Tensor, fmt: Format, overflow: Overflow = Overflow.SATURATE) -> torch.Tensor:

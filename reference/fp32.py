@@ -1,15 +1,16 @@
 """IEEE float32 arithmetic, made explicit.
 
 torch's float32 `+ - * /` on the CPU round to nearest even and keep subnormals, which is what the kernels' `.rn`
-instructions do. What torch lacks is here: a fused multiply-add that rounds once, truncation, exponents.
+instructions do. (One trap: `number / tensor` is a reciprocal and a product, two roundings; only `1 / tensor` is exact
+division.) What torch lacks is here: a fused multiply-add that rounds once, truncation, exponents.
 """
 
 import torch
 
 #: float32 of 1/448 and of 1/57344: the kernels multiply by these instead of dividing by the FP8 maximum, which
 #: differs by one ulp for some arguments.
-RECIPROCAL_E4M3_MAX = float(torch.tensor(1.0) / 448.0)
-RECIPROCAL_E5M2_MAX = float(torch.tensor(1.0) / 57344.0)
+RECIPROCAL_E4M3_MAX = float(torch.tensor(1.0) / torch.tensor(448.0))
+RECIPROCAL_E5M2_MAX = float(torch.tensor(1.0) / torch.tensor(57344.0))
 
 
 def floor_log2(values: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""The whole layer, for any number of EP ranks in one process: stage, dispatch, fc1, SwiGLU, requantize, fc2, combine."""
+"""The whole layer, for any number of EP ranks in one process: from staging to combine."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
 from .activation import swiglu
-from .exchange import Routes, combine, dispatch
+from .exchange import Routes, combine, dispatch, route_terms
 from .formats import decode
 from .gemm import expert_gemm
 from .quantize import quantize_activation
@@ -24,18 +24,20 @@ def moe_forward(
     inputs: MoEInputs | Sequence[MoEInputs],
     *,
     max_tokens_per_rank: int | None = None,
+    workspace: Sequence[torch.Tensor] | None = None,
     progress: Progress | None = None,
 ) -> tuple[torch.Tensor | list[torch.Tensor], Trace]:
     """Run one MoE layer as the scheme's kernel does.
 
     inputs: one rank's tokens, or a sequence with one entry per EP rank. Returns the output, `[T, H]` bf16 (a list of
-    them for a sequence), and the trace of every stage. Experts run one at a time and GEMMs in bounded tiles, so memory
+    them for a sequence), and the trace of every stage. workspace: per rank, the `[T, top_k, H]` bf16 route terms that an
+    earlier launch left in the kernel's buffer (None: zeros, a fresh one); only Combine.ALL_SLOTS reads it. Experts run one at a time and GEMMs in bounded tiles, so memory
     is the weights, one expert's operand in float32, and the trace.
 
     Raises InputError (a ValueError) before any work when an argument does not fit the scheme.
     """
     ranks = [inputs] if isinstance(inputs, MoEInputs) else list(inputs)
-    check_arguments(scheme, weights, ranks, max_tokens_per_rank)
+    check_arguments(scheme, weights, ranks, max_tokens_per_rank, workspace)
     stages: list[Stage] = []
     hidden = ranks[0].hidden_states.shape[1]
 
@@ -61,8 +63,13 @@ def moe_forward(
         stages += [Stage(name, rank, _exactness(scheme, name), tensors) for name, tensors in merged.items()]
         outputs.append(merged["fc2"].get("values", torch.empty(0, hidden, dtype=torch.bfloat16)))
 
-    combined = [combine(r.topk_ids, rank, routes, outputs, hidden) for rank, r in enumerate(ranks)]
-    stages += [Stage("combine", rank, Exactness.EXACT, {"values": v}) for rank, v in enumerate(combined)]
+    combined = []
+    for rank, rank_inputs in enumerate(ranks):
+        ids = rank_inputs.topk_ids
+        before = workspace[rank] if workspace else torch.zeros(*ids.shape, hidden, dtype=torch.bfloat16)
+        terms = route_terms(rank, routes, outputs, before)
+        combined.append(combine(terms, ids, scheme.combine))
+        stages.append(Stage("combine", rank, Exactness.EXACT, {"terms": terms, "values": combined[-1]}))
     return combined[0] if isinstance(inputs, MoEInputs) else combined, Trace(tuple(stages))
 
 

@@ -51,8 +51,9 @@ def quantize_nvfp4(values: torch.Tensor, global_scale: torch.Tensor | None = Non
         code         = E2M1(value / max(scale * global_scale, 1e-30))
 
     values: `[..., N, K]`; the global scale spans the last two dimensions (one expert). global_scale: float32, shape
-    `[...]`, to use a given one instead. Blocks whose scale rounds to zero saturate to +-6 with scale 0. NaN in a block
-    gives a NaN scale (code 127), which the kernels' own check refuses.
+    `[...]`, to use a given one instead. In a block whose scale rounds to zero every non-zero value saturates to +-6,
+    which then decodes to 0. A NaN makes the global scale and every scale of its expert NaN (code 127), which the
+    kernels' own check refuses.
     Source: `fp8_nvfp4_bf16_pull_cutedsl/weights.py`, `_quantize_leg`; the product with float32(1/2688) is what torch's
     CUDA division by a Python number does.
     """
@@ -103,8 +104,9 @@ def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scal
         scale = max(amax * float32(1/max), 1e-30)      the product, not amax / max
         code  = FP8(value / scale)  or  FP8(value * float32(1/scale))
 
-    An all-zero block: scale 1e-30, codes +-0. NaN: NaN scale and a block of NaN. Infinity: infinite scale, zeros,
-    and NaN where the infinity stood. The sign of zero is kept.
+    An all-zero block: scale 1e-30, codes +-0. From amax, a NaN makes the scale and the whole block NaN; an infinity
+    makes the scale infinite, the finite values zero and itself NaN. With a static scale a NaN stays a single NaN, and
+    infinity follows `rule.overflow`. The sign of zero is kept.
     """
     split = blocks(values, rule.block or values.shape[-1])
     if rule.source is ScaleSource.STATIC:
@@ -112,11 +114,11 @@ def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scal
     else:
         amax = split.abs().amax(-1)
         scale = (amax * _reciprocal_max(rule.element)).clamp(min=SCALE_FLOOR)
-    factor = 1 / scale
-    applied = split / scale[..., None] if rule.apply is Apply.DIVIDE else split * factor[..., None]
-    if rule.tiny_path:
+    applied = split / scale[..., None] if rule.apply is Apply.DIVIDE else split * (1 / scale)[..., None]
+    if rule.tiny_path and rule.source is ScaleSource.AMAX:
         tiny = (amax > 0) & (amax < _TINY_AMAX)
-        factor = rule.element.max / amax.clamp(min=_SMALLEST_AMAX)
+        # Two tensors: torch turns `448 / tensor` into a reciprocal and a product, which rounds twice.
+        factor = torch.full_like(amax, rule.element.max) / amax.clamp(min=_SMALLEST_AMAX)
         scale = torch.where(tiny, 1 / factor, scale)
         applied = torch.where(tiny[..., None], split * factor[..., None], applied)
     return Quantized(encode(applied, rule.element, rule.overflow).flatten(-2), scale)

@@ -57,6 +57,14 @@ class KOrder(Enum):
     KPERM64 = "within each 64: elements 16q + (0..7) first, then 16q + (8..15)"
 
 
+class Combine(Enum):
+    """Which top-k slots are summed. Both sum in float32, slots ascending, and round to bf16 once."""
+
+    LIVE_SLOTS = "from +0, masked slots skipped"
+    #: A masked slot adds whatever an earlier launch left there; a fresh workspace holds zeros. A sum of -0 stays -0.
+    ALL_SLOTS = "from the first slot's term, masked slots included"
+
+
 @dataclass(frozen=True)
 class ActivationQuant:
     """float32 rows to FP8 codes and float32 scales.
@@ -101,6 +109,7 @@ class Scheme:
     fc1: Gemm
     requantize: ActivationQuant | None  #: quantization of the SwiGLU output; None: round to bf16
     fc2: Gemm
+    combine: Combine
     hidden_multiple: int  #: alignment of H
     intermediate_multiple: int  #: alignment of I
     packed_weights: bool  #: the kernel takes quantized weights with their scales
@@ -111,5 +120,5 @@ class Scheme:
     evidence: Evidence = Evidence.MODELLED
 
     def __str__(self) -> str:
-        knobs = [f"{values[0]}" if isinstance(values[0], str) else f"{k}={values[0]}" for k, values in self.knobs.items()]
-        return f"{self.name}[{','.join(knobs)}]" if knobs else self.name
+        shown = [v[0] if isinstance(v[0], str) else f"{knob}={v[0]}" for knob, v in self.knobs.items()]
+        return f"{self.name}[{','.join(shown)}]" if shown else self.name

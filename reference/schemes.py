@@ -7,7 +7,7 @@ Source: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm90` and `moe_ep/kernel_
 from dataclasses import replace
 
 from .formats import E4M3, E5M2, Format, Overflow, cast_overflow
-from .scheme import ActivationQuant, Apply, Evidence, Gemm, KOrder, Place, ScaleSource, Scheme, Weights
+from .scheme import ActivationQuant, Apply, Combine, Evidence, Gemm, KOrder, Place, ScaleSource, Scheme, Weights
 from .tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, TensorCore
 
 # --- packed FP4 weights, FP8 activations: NVFP4 and MXFP4 share everything but the weight operand ---------------
@@ -25,6 +25,7 @@ _NVFP4 = Scheme(
     fc1=Gemm(HOPPER_E4M3, None, promote=Place.ACTIVATION, epilogue=Place.WEIGHT, k_order=KOrder.KPERM64),
     requantize=_PER_64,
     fc2=Gemm(HOPPER_E4M3, 64, promote=Place.ACTIVATION, epilogue=Place.WEIGHT, k_order=KOrder.KPERM64),
+    combine=Combine.LIVE_SLOTS,
     hidden_multiple=128,
     intermediate_multiple=128,
     packed_weights=True,
@@ -51,7 +52,7 @@ _MXFP4 = replace(
 # --- FP8 weights and activations ---------------------------------------------------------------------------------
 
 
-def _fp8_blockwise(kind: str, element: Format, core: TensorCore, evidence: Evidence) -> Scheme:
+def _fp8_blockwise(kind: str, element: Format, core: TensorCore) -> Scheme:
     return Scheme(
         name="sm90_fp8_fp8_bf16_pull_cutedsl",
         # Blockwise always promotes per K block: the accumulation mode changes nothing.
@@ -61,16 +62,17 @@ def _fp8_blockwise(kind: str, element: Format, core: TensorCore, evidence: Evide
         fc1=Gemm(core, 128, promote=Place.BOTH, epilogue=Place.NONE),
         requantize=ActivationQuant(element, 64, ScaleSource.AMAX, Apply.RECIPROCAL, Overflow.SATURATE),
         fc2=Gemm(core, 64, promote=Place.BOTH, epilogue=Place.NONE),
+        combine=Combine.LIVE_SLOTS,
         hidden_multiple=128,
         intermediate_multiple=128,
         packed_weights=True,
         dense_weights=True,
         gate_up_clamp=None,
-        evidence=evidence,
+        evidence=Evidence.VERIFIED,
     )
 
 
-def _fp8_per_tensor(kind: str, element: Format, core: TensorCore, accum_mode: str, evidence: Evidence) -> Scheme:
+def _fp8_per_tensor(kind: str, element: Format, core: TensorCore, accum_mode: str) -> Scheme:
     gemm = Gemm(core, {"1xacc": None, "2xacc": 128}[accum_mode], promote=Place.NONE, epilogue=Place.BOTH)
     return Scheme(
         name="sm90_fp8_fp8_bf16_pull_cutedsl",
@@ -80,12 +82,13 @@ def _fp8_per_tensor(kind: str, element: Format, core: TensorCore, accum_mode: st
         fc1=gemm,
         requantize=ActivationQuant(element, None, ScaleSource.STATIC, Apply.RECIPROCAL, Overflow.SATURATE),
         fc2=gemm,
+        combine=Combine.LIVE_SLOTS,
         hidden_multiple=64,
         intermediate_multiple=64,
         packed_weights=True,
         dense_weights=True,
         gate_up_clamp=None,
-        evidence=evidence,
+        evidence=Evidence.VERIFIED,
     )
 
 
@@ -99,6 +102,7 @@ _BF16 = Scheme(
     fc1=Gemm(HOPPER_BF16, None, promote=Place.NONE, epilogue=Place.NONE),
     requantize=None,
     fc2=Gemm(HOPPER_BF16, None, promote=Place.NONE, epilogue=Place.NONE),
+    combine=Combine.ALL_SLOTS,
     hidden_multiple=256,
     intermediate_multiple=64,
     packed_weights=False,
@@ -112,47 +116,47 @@ SCHEMES: tuple[Scheme, ...] = (
     _NVFP4,
     _NVFP4_NATURAL,
     _MXFP4,
-    _fp8_per_tensor("fp8_e4m3", E4M3, HOPPER_E4M3, "1xacc", Evidence.VERIFIED),
-    _fp8_per_tensor("fp8_e4m3", E4M3, HOPPER_E4M3, "2xacc", Evidence.MODELLED),
-    _fp8_per_tensor("fp8_e5m2", E5M2, HOPPER_E5M2, "1xacc", Evidence.MODELLED),
-    _fp8_per_tensor("fp8_e5m2", E5M2, HOPPER_E5M2, "2xacc", Evidence.MODELLED),
-    _fp8_blockwise("fp8_e4m3", E4M3, HOPPER_E4M3, Evidence.VERIFIED),
-    _fp8_blockwise("fp8_e5m2", E5M2, HOPPER_E5M2, Evidence.MODELLED),
+    _fp8_per_tensor("fp8_e4m3", E4M3, HOPPER_E4M3, "1xacc"),
+    _fp8_per_tensor("fp8_e4m3", E4M3, HOPPER_E4M3, "2xacc"),
+    _fp8_per_tensor("fp8_e5m2", E5M2, HOPPER_E5M2, "1xacc"),
+    _fp8_per_tensor("fp8_e5m2", E5M2, HOPPER_E5M2, "2xacc"),
+    _fp8_blockwise("fp8_e4m3", E4M3, HOPPER_E4M3),
+    _fp8_blockwise("fp8_e5m2", E5M2, HOPPER_E5M2),
     _BF16,
 )
 
-#: Numbers a caller may set on any record: `find_scheme(name, gate_up_clamp=None)`.
-_PARAMETERS = ("gate_up_clamp", "fc1_activation_dequant_scale", "fc2_activation_dequant_scale")
+_STATIC_SCALES = ("fc1_activation_dequant_scale", "fc2_activation_dequant_scale")
 
 
-def find_scheme(name: str, **options) -> Scheme:
+def find_scheme(name: str, **options: object) -> Scheme:
     """The record for a FlashInfer registry name and config options, with the options' numbers filled in.
 
-    options: the knobs that select among variants (`nvfp4_kperm`, `fp8_scale_mode`, `fp8_accum_mode`, `kind`), and the
-    numbers `gate_up_clamp`, `fc1_activation_dequant_scale`, `fc2_activation_dequant_scale`, all under the names of
-    FlashInfer's config classes; what is left out takes FlashInfer's default.
+    options: the knobs that select among variants (`nvfp4_kperm`; `fp8_scale_mode`, `fp8_accum_mode`, `kind`), and the
+    numbers `gate_up_clamp` and, for FP8 per tensor, `fc1_activation_dequant_scale` and `fc2_activation_dequant_scale`.
+    The names are those of FlashInfer's config classes; what is left out takes FlashInfer's default.
 
     Raises ValueError for an unknown name, option or value, listing what is allowed.
     """
     records = [scheme for scheme in SCHEMES if scheme.name == name]
     if not records:
         raise ValueError(f"name: no scheme {name!r}; known: {', '.join(sorted({s.name for s in SCHEMES}))}")
-    allowed = {knob: {v for r in records for v in r.knobs[knob]} for knob in records[0].knobs}
-    for option, value in options.items():
-        if option in _PARAMETERS:
-            continue
-        if option not in allowed:
-            raise ValueError(f"{option}: {name} has no such option; it has {', '.join([*allowed, *_PARAMETERS])}")
-        if value not in allowed[option]:
-            raise ValueError(f"{option}: {value!r} is not one of {sorted(allowed[option])}")
+    knobs = {knob: sorted({value for r in records for value in r.knobs[knob]}) for knob in records[0].knobs}
+    for knob in knobs.keys() & options.keys():
+        value = options[knob]
+        if not any(value == allowed and type(value) is type(allowed) for allowed in knobs[knob]):
+            raise ValueError(f"{knob}: {value!r} is not one of {knobs[knob]}")
     wanted = {knob: options.get(knob, values[0]) for knob, values in records[0].knobs.items()}
     (record,) = (r for r in records if all(wanted[knob] in r.knobs[knob] for knob in wanted))
-    numbers = {key: value for key, value in options.items() if key in _PARAMETERS}
-    for key, value in numbers.items():
-        if not (value is None and key == "gate_up_clamp" or _positive(value)):
-            raise ValueError(f"{key} must be a positive finite number{' or None' * (key == 'gate_up_clamp')}, got {value!r}")
-    return replace(record, **numbers)
+    static = record.stage is not None and record.stage.source is ScaleSource.STATIC
+    numbers = ("gate_up_clamp", *_STATIC_SCALES) if static else ("gate_up_clamp",)
+    for option in options.keys() - knobs.keys():
+        if option not in numbers:
+            raise ValueError(f"{option}: {record} has no such option; it has {', '.join([*knobs, *numbers])}")
+        if not (_positive(options[option]) or (option == "gate_up_clamp" and options[option] is None)):
+            allowed = "a positive finite number" + " or None" * (option == "gate_up_clamp")
+            raise ValueError(f"{option} must be {allowed}, got {options[option]!r}")
+    return replace(record, **{option: options[option] for option in options.keys() - knobs.keys()})
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -49,7 +49,7 @@ def _rcp_table() -> torch.Tensor:
 
 
 def _flush(values: torch.Tensor) -> torch.Tensor:
-    """.ftz: float32 subnormals become zero of the same sign."""
+    """.ftz: what is below float32's normal range becomes zero of the same sign."""
     return torch.where(values.abs() < 2.0**-126, values * 0.0, values)
 
 
@@ -57,13 +57,14 @@ def ex2_approx(x: torch.Tensor) -> torch.Tensor:
     """2^x as `ex2.approx.ftz.f32` gives it. x: float32, any shape; returns float32.
 
     The argument becomes fixed point with 23 fraction bits: floor(|x| * 2^23), for negative x its one's complement
-    (except that zero stays zero). Results below 2^-126 flush to 0; from 128 on the result is infinity; NaN gives NaN.
+    (except that |x| < 2^-23 stays zero), so that a negative result can be two ulp low: ex2(-1) is just below 0.5.
+    Results below 2^-126 flush to 0; from 128 on the result is infinity; NaN gives NaN.
     """
     magnitude = (x.double().abs() * _SIZE).nan_to_num(0.0).clamp(max=2.0**40).long()  # long() floors: it is positive
     fixed = torch.where((x < 0) & (magnitude > 0), -magnitude - 1, magnitude)
     exponent = (fixed >> 23).clamp(-1000, 1000)
-    result = _ex2_table()[fixed & (_SIZE - 1)].double() * power_of_two(exponent)
-    return torch.where(torch.isnan(x), x, _flush(result.float()))
+    result = _flush(_ex2_table()[fixed & (_SIZE - 1)].double() * power_of_two(exponent))
+    return torch.where(torch.isnan(x), x, result.float())
 
 
 def rcp_approx(x: torch.Tensor) -> torch.Tensor:
@@ -75,6 +76,6 @@ def rcp_approx(x: torch.Tensor) -> torch.Tensor:
     x = _flush(x)
     bits = x.contiguous().view(torch.int32)
     exponent = (bits >> 23 & 0xFF) - 127
-    result = (_rcp_table()[bits & (_SIZE - 1)].double() * power_of_two(-exponent)).float()
+    result = _flush(_rcp_table()[bits & (_SIZE - 1)].double() * power_of_two(-exponent)).float()
     regular = torch.isfinite(x) & (x != 0)
-    return torch.where(regular, _flush(result).copysign(x), 1 / x)
+    return torch.where(regular, result.copysign(x), 1 / x)

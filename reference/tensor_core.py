@@ -46,7 +46,7 @@ class TensorCore:
 
 
 HOPPER_E4M3 = TensorCore("Hopper wgmma E4M3", 32, E4M3.min_exponent, 13, 13, verified=True)
-HOPPER_E5M2 = TensorCore("Hopper wgmma E5M2", 32, E5M2.min_exponent, 13, 13)
+HOPPER_E5M2 = TensorCore("Hopper wgmma E5M2", 32, E5M2.min_exponent, 13, 13, verified=True)
 HOPPER_BF16 = TensorCore("Hopper wgmma bf16", 16, -126, 25, 23, verified=True)
 
 
@@ -64,7 +64,9 @@ def _dot_add(core: TensorCore, a, b, exponent_a, exponent_b, c, scratch):
     top = torch.maximum((exponent_a + exponent_b).amax(0), _exponents(c, -126).to(torch.int16))
     scale = power_of_two(core.fraction_bits - top)
     torch.mul(a, b, out=products)
-    products *= scale.clamp(max=torch.finfo(a.dtype).max).to(a.dtype)  # beyond the maximum all products are zero
+    # Beyond these limits C alone decided `top`, and every product is zero or infinite.
+    limits = torch.finfo(a.dtype)
+    products *= scale.clamp(limits.tiny, limits.max).to(a.dtype)
     torch.abs(products, out=terms).floor_().copysign_(products)  # trunc, but vectorised
     total = terms.sum(0).double() + (c * scale).trunc_()
     return truncate(total / scale, core.output_bits)
@@ -84,6 +86,8 @@ def matmul(core: TensorCore, a: torch.Tensor, b: torch.Tensor, *, c: torch.Tenso
             f"a and b must be [M, K] and [N, K] with K a multiple of {core.k} ({core}), "
             f"got {tuple(a.shape)} and {tuple(b.shape)}"
         )
+    if c is not None and c.shape != (len(a), len(b)):
+        raise ValueError(f"c must be [M, N] = {(len(a), len(b))}, got {tuple(c.shape)}")
     # Integers below 2^(fraction_bits + 2) summed k + 1 at a time: float32 holds the sum exactly when it stays
     # below 2^24, float64 otherwise.
     dtype = torch.float32 if core.fraction_bits + 2 + core.k.bit_length() <= 24 else torch.float64

@@ -5,7 +5,7 @@ Sources: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm90/*/weights.py` and, 
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -83,10 +83,10 @@ def mxfp4_operand(packed: torch.Tensor, scale: torch.Tensor) -> Operand:
 def _rewrite_table() -> torch.Tensor:
     """`[256, 16]` uint8: the code that stands for code * 2^-delta, ties away from zero; -0 becomes +0.
 
-    Computed as the preprocessing does, on floats whose exponent field holds the E2M1 exponent. Its 2^-delta is made by
-    integer arithmetic on the float32 bits of 1.0 and wraps for delta >= 128: there it is negative or infinite, and even
-    zeros turn into large codes. A block of zeros with scale code 0 in an expert whose largest scale is 2 or more is
-    enough. We mirror that.
+    Computed as the preprocessing does, on floats whose exponent field holds the E2M1 exponent. Its 2^-delta comes from
+    integer arithmetic on the float32 bits of 1.0 and wraps from delta = 128 on, where it is negative or infinite. At
+    exactly 128 even zeros become large codes (0 * -inf is NaN): a block of zeros with scale code 0 is enough, in an
+    expert whose largest scale code is 139 (2^12). We mirror that, as x86 computes it (its default NaN is negative).
     """
     factor = (np.uint32(0x3F800000) - (np.arange(256, dtype=np.uint32) << 23)).view(np.float32)
     codes = np.arange(16, dtype=np.uint32)
@@ -108,7 +108,8 @@ def _fp8(scheme: Scheme, payload: torch.Tensor, scale: torch.Tensor | None, part
     element = scheme.stage.element
     per_expert = scheme.weights is Weights.FP8_PER_EXPERT
     if scale is None:
-        dense = quantize_fp8_per_expert(payload, element) if per_expert else quantize_fp8_block_128(payload, element, parts)
+        quantize = quantize_fp8_per_expert if per_expert else partial(quantize_fp8_block_128, parts=parts)
+        dense = quantize(payload, element)
         payload, scale = dense.codes, dense.scales
     if per_expert:
         return Operand(decode(payload, element), scale.reshape(1, 1))

@@ -1,4 +1,7 @@
-"""Every code and every bf16 value against ml_dtypes, gfloat and torch; each place where a peer differs is written out."""
+"""Every code and every bf16 value against ml_dtypes, gfloat and torch.
+
+Where a peer differs, the test says for which values and what it gives instead.
+"""
 
 import gfloat
 import ml_dtypes

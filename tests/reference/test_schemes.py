@@ -4,6 +4,7 @@ import re
 from itertools import product
 
 import pytest
+
 from fp4ep.reference.scheme import KOrder, Place
 from fp4ep.reference.schemes import SCHEMES, find_scheme
 

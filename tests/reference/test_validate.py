@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+
 from fp4ep.reference import moe, validate
 from fp4ep.reference.moe import moe_forward
 from fp4ep.reference.scheme import Scheme, Weights
@@ -33,6 +34,7 @@ class Problem:
     weights: MoEWeights
     ranks: tuple[MoEInputs, ...]
     max_tokens_per_rank: int | None = None
+    workspace: tuple[torch.Tensor, ...] | None = None
 
 
 Mutation = Callable[[Problem], Problem]
@@ -123,8 +125,16 @@ def staged(dtype: torch.dtype = FP8_DTYPE, scales: torch.Tensor | None = None) -
     return inputs(hidden_states=lambda x: x.to(dtype), scales=scales)
 
 
+def workspace(count: int, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Mutation:
+    return lambda problem: replace(problem, workspace=(torch.zeros(shape, dtype=dtype),) * count)
+
+
 def ranks(count: int, last: MoEInputs | None = None) -> Mutation:
     return lambda problem: replace(problem, ranks=(*[tokens()] * (count - 1), last or tokens()))
+
+
+def check(scheme: Scheme, problem: Problem) -> None:
+    check_arguments(scheme, problem.weights, problem.ranks, problem.max_tokens_per_rank, problem.workspace)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -171,6 +181,16 @@ CASES: list[tuple[str, Scheme, Mutation, str, str, str]] = [
         "hidden_states (rank 0)",
         "at most max_tokens_per_rank = 2",
         "got 3",
+    ),
+    ("workspaces", BF16, workspace(2, (T, TOP_K, H)), "workspace", "one tensor for each of 1 ranks", "got 2"),
+    ("workspace shape", BF16, workspace(1, (T, H)), "workspace (rank 0)", "bfloat16 [3, 2, 256]", "bfloat16 [3, 256]"),
+    (
+        "workspace float32",
+        BF16,
+        workspace(1, (T, TOP_K, H), torch.float32),
+        "workspace (rank 0)",
+        "bfloat16 [3, 2, 256]",
+        "float32 [3, 2, 256]",
     ),
     # routing
     ("ids float", NVFP4, inputs(topk_ids=lambda i: i.float()), "topk_ids", "int64 or int32", "torch.float32"),
@@ -340,7 +360,13 @@ def test_check(monkeypatch, scheme, mutate, argument, allowed, got):
         monkeypatch.setattr(moe, name, lambda *args, name=name: pytest.fail(f"{name} ran before the checks"))
     problem = mutate(good(scheme))
     with pytest.raises(InputError) as raised:
-        moe_forward(scheme, problem.weights, problem.ranks, max_tokens_per_rank=problem.max_tokens_per_rank)
+        moe_forward(
+            scheme,
+            problem.weights,
+            problem.ranks,
+            max_tokens_per_rank=problem.max_tokens_per_rank,
+            workspace=problem.workspace,
+        )
     message = str(raised.value)
     assert message.startswith(f"{argument} ")
     assert allowed in message
@@ -351,10 +377,10 @@ def test_check(monkeypatch, scheme, mutate, argument, allowed, got):
 def test_good_problems_pass(scheme):
     """The table's starting points are valid, so its errors come from the mutations."""
     problem = good(scheme)
-    check_arguments(scheme, problem.weights, problem.ranks, T)
-    check_arguments(scheme, problem.weights, [tokens(count=0), *problem.ranks], None)
+    check(scheme, replace(problem, max_tokens_per_rank=T))
+    check(scheme, replace(problem, ranks=(tokens(count=0), *problem.ranks)))
     if scheme.packed_weights:
-        check_arguments(scheme, packed(scheme), problem.ranks, None)
+        check(scheme, pack(scheme)(problem))
 
 
 @pytest.mark.parametrize(
@@ -369,11 +395,11 @@ def test_good_problems_pass(scheme):
         (NVFP4, pack(NVFP4, weights(w13_scale=lambda s: s.view(FP8_DTYPE)))),
         (BF16, inputs(topk_ids=lambda i: put(-5)(i.int()))),
         (BF16, lambda p: replace(p, ranks=(tokens(top_k=32),))),
+        (BF16, workspace(1, (T, TOP_K, H))),
     ],
 )
 def test_good_variants_pass(scheme, mutate):
-    problem = mutate(good(scheme))
-    check_arguments(scheme, problem.weights, problem.ranks, None)
+    check(scheme, mutate(good(scheme)))
 
 
 def test_every_check_has_a_row():
@@ -387,7 +413,7 @@ def test_every_check_has_a_row():
     for _, scheme, mutate, *_ in CASES:
         problem = mutate(good(scheme))
         with pytest.raises(InputError) as raised:
-            check_arguments(scheme, problem.weights, problem.ranks, problem.max_tokens_per_rank)
+            check(scheme, problem)
         line = traceback.extract_tb(raised.value.__traceback__)[-2].lineno
         reached |= {first for first, last in calls.items() if first <= line <= last}
     assert reached == set(calls)
