@@ -82,9 +82,12 @@ def build_special_values(writer: RecordingWriter, run: Run, report: Callable[[st
         scale = 4e-4 * 2.0 ** torch.linspace(-2, 1, _EXPERTS)
         b.store(f"nvfp4.{leg}_global_scale", scale if leg == "w13" else scale.flip(0))
     _packed_weights(b, "mxfp4", block=32, low=105, high=124, seed=7)
-    _packed_weights(b, "mxfp4_wrap", block=32, low=120, high=128, seed=11)
-    b.tensors["mxfp4_wrap.w13_scale"][0, ::37, 3] = 0  # scales 128 below the largest: FlashInfer's table wraps there
-    b.store("mxfp4_wrap.w13_scale", b.tensors["mxfp4_wrap.w13_scale"], "xz")
+    _packed_weights(b, "mxfp4_wrap", block=32, low=131, high=142, seed=11)
+    # Scales 128 and more below the smallest the operand can hold: FlashInfer's rewriting table wraps there.
+    wrapped = b.tensors["mxfp4_wrap.w13_scale"]
+    wrapped[0].clamp_(max=139)[::37, 3] = 0  # exactly 128
+    wrapped[1:, ::41, 5] = torch.arange(4, dtype=torch.uint8).repeat(2)[1:, None]
+    b.store("mxfp4_wrap.w13_scale", wrapped, "xz")
     _special_inputs(b)
     b.generate("plain.hidden_states", "normal", seed=20, shape=[_TOKENS, _HIDDEN], scale=1.0)
     b.store("plain.topk_ids", _routing(_TOKENS, _TOP_K, _EXPERTS, seed=21))
@@ -95,7 +98,13 @@ def build_special_values(writer: RecordingWriter, run: Run, report: Callable[[st
     b.case("bf16 weights, quantized by the backend", NVFP4, "dense", "special", {"nvfp4_kperm": 64})
     for clamp in (10.0, 2.0, None):
         b.case("special values", MXFP4, "mxfp4", "special", {"gate_up_clamp": clamp})
-    b.case("scales 128 octaves apart", MXFP4, "mxfp4_wrap", "plain", {})
+    b.case("scales more than 128 octaves apart", MXFP4, "mxfp4_wrap", "plain", {})
+    tiny = torch.randn(_TOKENS, _HIDDEN, generator=_random(18)) * 10.0 ** torch.linspace(-27, -39, _TOKENS)[:, None]
+    b.store("tiny.hidden_states", tiny.bfloat16())
+    for name in ("topk_ids", "topk_weights"):
+        b.store(f"tiny.{name}", b.tensors[f"plain.{name}"])
+    for scheme, weights in ((NVFP4, "nvfp4"), (MXFP4, "mxfp4"), (FP8, "dense"), (BF16, "dense")):
+        b.case("tiny rows", scheme, weights, "tiny", _BLOCKWISE if scheme == FP8 else {})
     b.case("special values", FP8, "dense", "special", _STATIC)
     b.case("default static scales", FP8, "dense", "special", {})
     b.case("special values", FP8, "dense", "special", _STATIC | _E5M2)

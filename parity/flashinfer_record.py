@@ -58,7 +58,9 @@ def main(folder: str) -> None:
         writer.write(Path(folder) / f"{name}.safetensors")
     from .triton_probe import record_probes
 
-    writer = RecordingWriter("wgmma chains through Triton's tl.dot, with an accumulator operand", source)
+    writer = RecordingWriter(
+        "wgmma chains with an accumulator operand (Triton's tl.dot), ex2.approx and rcp.approx", source
+    )
     record_probes(writer, report)
     writer.write(Path(folder) / "h200_tensor_core.safetensors")
 

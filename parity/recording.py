@@ -51,17 +51,18 @@ class RecordingError(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """One run of one kernel (kind "moe"), or one chain of tensor-core instructions (kind "tensor_core").
+    """One run of one kernel (kind "moe"), one chain of tensor-core instructions ("tensor_core"), or one instruction
+    applied to many arguments ("special_function").
 
     tensors: role -> tensor name. For moe: hidden_states, topk_ids, topk_weights, w13, w2, where given scales,
     w13_scale, w2_scale, w13_global_scale, w2_global_scale; and output. previous_topk_ids, where present: the routing of
     an earlier launch on the same buffers, all else equal. For tensor_core: a `[M, K]`, b `[N, K]`, maybe c,
-    and d `[M, N]`, all in codes of the operand format.
+    and d `[M, N]`; a and b in codes of the operand format, or bf16. For special_function: x and y, float32.
     """
 
     title: str
     kind: str
-    scheme: str  #: FlashInfer's registry name, or the tensor core's name
+    scheme: str  #: FlashInfer's registry name, the tensor core's name, or the PTX instruction
     tensors: dict[str, str]
     options: dict[str, object] = field(default_factory=dict)  #: arguments of find_scheme
     config: dict[str, object] = field(default_factory=dict)  #: what else the kernel was told; decides no bits

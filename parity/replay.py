@@ -12,6 +12,7 @@ from fp4ep.reference.formats import E4M3, E5M2, decode
 from fp4ep.reference.moe import moe_forward
 from fp4ep.reference.scheme import Evidence
 from fp4ep.reference.schemes import find_scheme
+from fp4ep.reference.special import ex2_approx, rcp_approx
 from fp4ep.reference.tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, matmul
 from fp4ep.reference.types import MoEInputs, MoEWeights
 
@@ -19,6 +20,7 @@ from .recording import Case, Recording
 
 #: Instruction and operand format behind the name of a tensor_core case.
 TENSOR_CORES = {core.name: core for core in (HOPPER_E4M3, HOPPER_E5M2, HOPPER_BF16)}
+SPECIAL_FUNCTIONS = {"ex2.approx.ftz.f32": ex2_approx, "rcp.approx.ftz.f32": rcp_approx}
 _OPERANDS = {HOPPER_E4M3: E4M3, HOPPER_E5M2: E5M2}
 
 #: Called with the share of the case that is done, 0 to 1.
@@ -57,8 +59,7 @@ def replay(recording: Recording, cases: Iterable[Case], progress: Callable[[Case
     for case in cases:
         start = time.perf_counter()
         tensors = recording.roles(case)
-        run = _replay_moe if case.kind == "moe" else _replay_tensor_core
-        scheme, found, expected = run(case, tensors, progress(case))
+        scheme, found, expected = _KINDS[case.kind](case, tensors, progress(case))
         differing, first = compare_bits(found, expected)
         yield Result(
             recording=recording.path.stem,
@@ -98,6 +99,15 @@ def _replay_tensor_core(case: Case, tensors: dict[str, torch.Tensor], progress: 
     return core.name, found, tensors["d"]
 
 
+def _replay_special_function(case: Case, tensors: dict[str, torch.Tensor], progress: Progress):
+    found = SPECIAL_FUNCTIONS[case.scheme](tensors["x"])
+    progress(1.0)
+    return case.scheme, found, tensors["y"]
+
+
+_KINDS = {"moe": _replay_moe, "tensor_core": _replay_tensor_core, "special_function": _replay_special_function}
+
+
 def compare_bits(found: torch.Tensor, expected: torch.Tensor) -> tuple[int, str | None]:
     """Number of elements whose bits differ, and a description of the first. Raises ValueError on shape or dtype."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -109,9 +119,9 @@ def compare_bits(found: torch.Tensor, expected: torch.Tensor) -> tuple[int, str 
     differs = found_bits != expected_bits
     if not differs.any():
         return 0, None
-    row, column = divmod(int(differs.flatten().nonzero()[0]), found.shape[1])
+    place = tuple(differs.nonzero()[0].tolist())
     shown = [
-        f"{float(values[row, column])!r} (0x{bits[row, column].item() & (1 << 8 * values.element_size()) - 1:x})"
+        f"{float(values[place])!r} (0x{bits[place].item() & (1 << 8 * values.element_size()) - 1:x})"
         for values, bits in ((found, found_bits), (expected, expected_bits))
     ]
-    return int(differs.sum()), f"[{row}, {column}]: {shown[0]}, recorded {shown[1]}"
+    return int(differs.sum()), f"{list(place)}: {shown[0]}, recorded {shown[1]}"

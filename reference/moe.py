@@ -30,9 +30,10 @@ def moe_forward(
     """Run one MoE layer as the scheme's kernel does.
 
     inputs: one rank's tokens, or a sequence with one entry per EP rank. Returns the output, `[T, H]` bf16 (a list of
-    them for a sequence), and the trace of every stage. workspace: per rank, the `[T, top_k, H]` bf16 route terms that an
-    earlier launch left in the kernel's buffer (None: zeros, a fresh one); only Combine.ALL_SLOTS reads it. Experts run one at a time and GEMMs in bounded tiles, so memory
-    is the weights, one expert's operand in float32, and the trace.
+    them for a sequence), and the trace of every stage. max_tokens_per_rank: the kernel's capacity, to be checked.
+    workspace: per rank, the `[T, top_k, H]` bf16 route terms that an earlier launch left in the kernel's buffer (None:
+    zeros, a fresh one); only Combine.ALL_SLOTS reads it. Experts run one at a time and GEMMs in bounded tiles, so the
+    memory is the weights, one expert's operands in float32, and the trace.
 
     Raises InputError (a ValueError) before any work when an argument does not fit the scheme.
     """

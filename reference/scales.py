@@ -5,7 +5,7 @@ For a block with largest magnitude `amax` and an element format with largest val
 
     FLOOR     2^(floor(log2 amax) - emax)                      OCP MX v1.0, section 6.3; the top of the block may clip
     CEIL      2^(ceil(log2 amax) - emax)                       never clips; wastes a binade unless amax is 2^n
-    RCEIL     amax / max rounded up to a power of two          PTX cvt.rp.ue8m0x2; the smallest that never clips (but below 2^-126)
+    RCEIL     amax / max rounded up to a power of two          PTX cvt.rp.ue8m0x2; the smallest that never clips
     EVEN      FLOOR of amax rounded to the element's mantissa  torchao ScaleCalculationMode.EVEN, Quark "even"
     ROUND_UP  as RCEIL, from float32(amax * float32(1 / max))  FlashInfer's SM90 quantized combine
 """
