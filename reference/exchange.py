@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .fp32 import canonical_nan
 from .scheme import Combine
 
 
@@ -76,5 +77,4 @@ def combine(terms: torch.Tensor, topk_ids: torch.Tensor, rule: Combine) -> torch
         total = values[:, 0]
         for slot in range(1, terms.shape[1]):
             total = total + values[:, slot]
-    canonical_nan = torch.tensor(0x7FFF, dtype=torch.int16).view(torch.bfloat16)
-    return torch.where(torch.isnan(total), canonical_nan, total.bfloat16())
+    return canonical_nan(total.bfloat16())

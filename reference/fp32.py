@@ -23,6 +23,13 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
+def canonical_nan(values: torch.Tensor) -> torch.Tensor:
+    """Every NaN as the GPU writes it: all bits set but the sign, 0x7FFFFFFF in float32 and 0x7FFF in bf16."""
+    integer = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[values.dtype]
+    nan = torch.tensor(torch.iinfo(integer).max, dtype=integer).view(values.dtype)
+    return torch.where(torch.isnan(values), nan, values)
+
+
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c in float32 with a single rounding to nearest even (PTX fma.rn.f32). Shapes broadcast.
 

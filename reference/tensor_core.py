@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from .formats import E4M3, E5M2
-from .fp32 import floor_log2, power_of_two, truncate
+from .fp32 import canonical_nan, floor_log2, power_of_two, truncate
 
 #: Exponent given to zeros, so that they never decide E. Low enough to lose against every product of two formats
 #: (bf16 reaches -252), high enough for 2^(fraction_bits - E) to stay a float64.
@@ -78,7 +78,7 @@ def matmul(core: TensorCore, a: torch.Tensor, b: torch.Tensor, *, c: torch.Tenso
     a: `[M, K]`, b: `[N, K]` float32, holding values of the operand formats exactly; K a multiple of `core.k`.
     c: `[M, N]` float32, or None for zero. Returns `[M, N]` float32.
 
-    NaN in, NaN out; infinities follow IEEE (inf - inf = NaN). A result of zero is +0.
+    NaN in, NaN out (0x7FFFFFFF); infinities follow IEEE: inf - inf and 0 * inf give NaN. A sum that cancels gives +0.
     Raises ValueError when K is not a multiple of `core.k` or the shapes do not match.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or a.shape[1] % core.k:
@@ -106,4 +106,4 @@ def matmul(core: TensorCore, a: torch.Tensor, b: torch.Tensor, *, c: torch.Tenso
                 b_tile, exponent_b = (x[k : k + core.k, :, n : n + columns] for x in right)
                 tile = _dot_add(core, a_tile, b_tile, exponent_a, exponent_b, tile, scratch)
             out[m : m + rows, n : n + columns] = tile
-    return out
+    return canonical_nan(out)

@@ -1,6 +1,7 @@
 """Properties of the quantizers, and the cases at their edges."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -136,7 +137,8 @@ def test_mx_tiny_and_zero_blocks(element, rule):
     values[2, 4] = -(2.0**-149)  # rounds away beside a scale of 2^-127
     values[3, :] = 5.7e-35  # flashinfer#2440
     quantized = quantize_mx(values, element, rule)
-    assert quantized.scales[:3].flatten().tolist() == [0, 0, 0]
+    # The quotient of 2^-127 is a subnormal of float32: ROUND_UP takes 2^-126.
+    assert quantized.scales[:3].flatten().tolist() == [0, int(rule is ScaleRule.ROUND_UP), 0]
     assert quantized.codes[0, :2].tolist() == [element.sign_bit, 0]
     back = dequantize_mx(quantized, element)
     assert float(back[1, 3]) == 2.0**-127
@@ -339,6 +341,14 @@ def test_activation_static():
     ]
 
 
+def test_the_tiny_path_is_for_scales_from_amax():
+    values = torch.tensor([[1e-30, 0.0, -1.0, NAN]])
+    rules = (replace(STATIC, tiny_path=tiny_path) for tiny_path in (True, False))
+    with_path, without = (quantize_activation(values, rule, static_scale=0.5) for rule in rules)
+    assert with_path.codes.tolist() == without.codes.tolist() == [[0, 0, 0xC0, 0x7F]]
+    assert with_path.scales.tolist() == without.scales.tolist() == [[0.5]]
+
+
 def test_activation_static_scale_is_float32_and_its_reciprocal_too():
     values = torch.arange(1, 129).float()[None] / 16
     scale = F32(0.3)
@@ -401,7 +411,19 @@ def tiny_pair(amax) -> tuple[F32, F32]:
 @pytest.mark.parametrize("rule", [PER_TOKEN, PER_64], ids=["per token", "per 64"])
 @pytest.mark.parametrize(
     "amax",
-    [2.0**-92, 2.0**-100, 2.0**-119, 1.3165537626040637e-36, 6.3e-38, 2.0**-126, 2.0**-130, 1e-44, 2.0**-149],
+    [
+        2.0**-92,
+        2.0**-100,
+        6.220427520688419e-32,  # 448 * (1 / amax), two roundings, would be an ulp off
+        7e-32,
+        2.0**-119,
+        1.3165537626040637e-36,
+        6.3e-38,
+        2.0**-126,
+        2.0**-130,
+        1e-44,
+        2.0**-149,
+    ],
 )
 def test_tiny_path(rule, amax):
     values = F32(amax) * np.linspace(-1, 1, 64, dtype=F32)
@@ -415,6 +437,19 @@ def test_tiny_path(rule, amax):
     assert bool(decode(quantized.codes, E4M3).isfinite().all())
     if amax >= 1.3165537626040637e-36:
         assert quantized.codes[0, 5] == E4M3.max_code  # the row keeps its digits: amax is at the top
+
+
+@pytest.mark.parametrize("rule", [PER_TOKEN, PER_64], ids=["per token", "per 64"])
+def test_tiny_path_divides_once(rule):
+    """The second value times 448 / amax is 25 in float32: a tie, 24 by the even code.
+
+    With 448 * (1 / amax) it would be an ulp more, which is 26, code 93.
+    """
+    values = torch.zeros(1, 64)
+    values[0, :2] = torch.tensor([6.220427520688419e-32, 3.471220858982799e-33])
+    quantized = quantize_activation(values, rule)
+    assert quantized.codes[0].tolist() == [126, 92] + [0] * 62
+    assert quantized.scales.tolist() == [[float.fromhex("0x1.711f9ep-113")]]
 
 
 @pytest.mark.parametrize("rule", [PER_TOKEN, PER_64], ids=["per token", "per 64"])

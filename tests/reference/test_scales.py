@@ -46,6 +46,7 @@ def exact_exponent(amax: Fraction, element, rule) -> int:
         quotient = float32(amax / MAX[element])
     else:
         quotient = float32(amax * float32(Fraction(1, MAX[element])))
+        return max(ceil_log2(quotient), -126) if quotient else -999  # a subnormal's exponent field reads as 2^-127
     return ceil_log2(quotient) if quotient else -999
 
 
@@ -70,9 +71,7 @@ def edge_values(element) -> torch.Tensor:
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 @pytest.mark.parametrize("rule", ScaleRule)
 def test_rule_is_its_definition(element, rule):
-    amax = edge_values(element)
-    if rule is ScaleRule.EVEN:
-        amax = amax[amax < significand_that_carries(element) * 2.0**127]  # from there on amax rounds to 2^128
+    amax = torch.cat((edge_values(element), torch.tensor([torch.finfo(torch.float32).max])))
     expected = [min(max(exact_exponent(Fraction(x), element, rule), -127), 127) + 127 for x in amax.tolist()]
     assert ue8m0_scale(amax, element, rule).tolist() == expected
 
@@ -88,8 +87,21 @@ def test_even_carries_from_half_a_mantissa_step_below_the_next_binade(element):
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 @pytest.mark.parametrize("rule", ScaleRule)
 def test_special_values(element, rule):
+    """ROUND_UP is integer arithmetic on the bits of the quotient: infinity and NaN have the largest of them."""
     amax = torch.tensor([0.0, 2.0**-149, math.inf, math.nan])
-    assert ue8m0_scale(amax, element, rule).tolist() == [0, 0, UE8M0.nan_code, UE8M0.nan_code]
+    beyond = 254 if rule is ScaleRule.ROUND_UP else UE8M0.nan_code
+    assert ue8m0_scale(amax, element, rule).tolist() == [0, 0, beyond, beyond]
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+def test_round_up_of_a_subnormal_quotient_is_code_1(element):
+    """From the smallest non-zero quotient, 2^-149, up to 2^-126. RCEIL reaches code 1 at 2^-127 only."""
+    quotients = torch.tensor([2.0**-149, 2.0**-140, 2.0**-127, 2.0**-126])
+    amax = MAX[element] * quotients
+    assert ue8m0_scale(amax, element, ScaleRule.ROUND_UP).tolist() == [1, 1, 1, 1]
+    assert ue8m0_scale(amax, element, ScaleRule.RCEIL).tolist() == [0, 0, 0, 1]
+    # Half the smallest float rounds to zero.
+    assert int(ue8m0_scale(amax[:1] / 4, element, ScaleRule.ROUND_UP)) == 0
 
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
@@ -98,7 +110,7 @@ def test_largest_float(element):
     amax = torch.tensor(torch.finfo(torch.float32).max)
     top = 254 - EMAX[element]
     assert int(ue8m0_scale(amax, element, ScaleRule.FLOOR)) == top
-    for rule in (ScaleRule.CEIL, ScaleRule.RCEIL, ScaleRule.ROUND_UP):
+    for rule in (ScaleRule.CEIL, ScaleRule.RCEIL, ScaleRule.ROUND_UP, ScaleRule.EVEN):  # EVEN carries to 2^128
         assert int(ue8m0_scale(amax, element, rule)) == top + 1
 
 

@@ -77,11 +77,16 @@ def test_numbers_are_filled_in():
     ("name", "options", "start", "fragment"),
     [
         ("nvfp4", {}, "name: no scheme 'nvfp4'", f"known: {BF16}, {FP8}, {MXFP4}, {NVFP4}"),
-        (NVFP4, {"kperm": 64}, f"kperm: {NVFP4} has no such option", "nvfp4_kperm, gate_up_clamp"),
+        (NVFP4, {"kperm": 64}, f"kperm: {NVFP4}[nvfp4_kperm=64] has no such option", "nvfp4_kperm, gate_up_clamp"),
         (BF16, {"fp8_scale_mode": "blockwise"}, "fp8_scale_mode: ", "it has gate_up_clamp"),
         (NVFP4, {"nvfp4_kperm": 16}, "nvfp4_kperm: 16 is not one of", "[0, 32, 64]"),
         (FP8, {"fp8_scale_mode": "mx"}, "fp8_scale_mode: 'mx' is not one of", "['blockwise', 'per_tensor']"),
         (FP8, {"kind": None}, "kind: None is not one of", "['fp8_e4m3', 'fp8_e5m2']"),
+        (NVFP4, {"nvfp4_kperm": [64]}, "nvfp4_kperm: [64] is not one of", "[0, 32, 64]"),
+        (NVFP4, {"nvfp4_kperm": {}}, "nvfp4_kperm: {} is not one of", "[0, 32, 64]"),
+        (NVFP4, {"nvfp4_kperm": False}, "nvfp4_kperm: False is not one of", "[0, 32, 64]"),  # False == 0
+        (NVFP4, {"nvfp4_kperm": 64.0}, "nvfp4_kperm: 64.0 is not one of", "[0, 32, 64]"),
+        (NVFP4, {"nvfp4_kperm": "64"}, "nvfp4_kperm: '64' is not one of", "[0, 32, 64]"),
     ],
 )
 def test_unknown_name_option_value(name, options, start, fragment):
@@ -91,9 +96,10 @@ def test_unknown_name_option_value(name, options, start, fragment):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("value", [0, 0.0, -1.0, float("nan"), float("inf"), "10"])
+@pytest.mark.parametrize("value", [0, 0.0, -1.0, float("nan"), float("inf"), "10", True, [1.0], {}])
 def test_numbers_must_be_positive_and_finite(number, value):
-    with pytest.raises(ValueError, match=rf"^{number} must be a positive finite number.*, got {value!r}$"):
+    message = rf"^{number} must be a positive finite number.*, got {re.escape(repr(value))}$"
+    with pytest.raises(ValueError, match=message):
         find_scheme(FP8, **{number: value})
 
 
@@ -101,3 +107,12 @@ def test_numbers_must_be_positive_and_finite(number, value):
 def test_only_the_clamp_may_be_none(number):
     with pytest.raises(ValueError, match=rf"^{number} must be a positive finite number, got None$"):
         find_scheme(FP8, **{number: None})
+
+
+@pytest.mark.parametrize("number", NUMBERS[1:])
+@pytest.mark.parametrize(
+    ("name", "options"), [(NVFP4, {}), (MXFP4, {}), (BF16, {}), (FP8, {"fp8_scale_mode": "blockwise"})], ids=str
+)
+def test_static_scales_are_for_fp8_per_tensor(name, options, number):
+    with pytest.raises(ValueError, match=rf"^{number}: .* has no such option; it has .*gate_up_clamp$"):
+        find_scheme(name, **options, **{number: 1.0})

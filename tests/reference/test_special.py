@@ -97,6 +97,7 @@ def test_ex2_range_reduction(ex2_grid):
         (1e30, INF),
         (INF, INF),
         (-127.0, 0.0),
+        (-126.0, 0.0),  # read as 2^-127 * ex2(1 - 2^-23), just below 2^-126: flushed before it is rounded
         (-126.00001, 0.0),
         (-150.0, 0.0),
         (-1e30, 0.0),

@@ -1,6 +1,7 @@
 """The tensor-core rule against a slow implementation in exact rationals, one element at a time."""
 
 import math
+import re
 from fractions import Fraction
 
 import pytest
@@ -286,10 +287,12 @@ def test_nan_times_zero_and_nan_accumulator(core):
     assert matmul(core, one_row(core), one_row(core), c=torch.tensor([[NAN]])).isnan()
 
 
-@pytest.mark.parametrize("core", [HOPPER_E5M2, HOPPER_BF16], ids=str)
+@each_core
 @pytest.mark.parametrize(
     ("a", "b", "c", "expected"),
     [
+        ((INF,), (INF,), 0.0, INF),
+        ((-INF,), (INF,), 0.0, -INF),
         ((INF, 1.0), (2.0, 1.0), 0.0, INF),
         ((INF, 1.0), (-2.0, 1.0), 5.0, -INF),
         ((INF,), (0.0,), 0.0, NAN),
@@ -302,6 +305,7 @@ def test_nan_times_zero_and_nan_accumulator(core):
     ],
 )
 def test_infinity(core, a, b, c, expected):
+    """As float32 operands, whether or not the operand format has an infinity (E4M3 has none)."""
     result = float(matmul(core, one_row(core, *a), one_row(core, *b), c=torch.tensor([[c]])))
     assert result == expected or (math.isnan(result) and math.isnan(expected))
 
@@ -329,6 +333,14 @@ def test_shapes_that_do_not_match(core):
     ]:
         with pytest.raises(ValueError, match=f"K a multiple of {core.k}"):
             matmul(core, a, b)
+
+
+@each_core
+@pytest.mark.parametrize("shape", [(2, 3), (3,), (1, 2), (3, 2, 1), ()])
+def test_accumulator_of_another_shape(core, shape):
+    """Not even one that would broadcast."""
+    with pytest.raises(ValueError, match=r"^c must be \[M, N\] = \(3, 2\), got " + re.escape(str(shape))):
+        matmul(core, torch.zeros(3, core.k), torch.zeros(2, core.k), c=torch.zeros(shape))
 
 
 @each_core

@@ -110,12 +110,12 @@ def chain(*mutations: Mutation) -> Mutation:
     return mutate
 
 
-def put(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Overwrite the last element."""
+def put(value: float, experts: int | list[int] = -1) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Overwrite the last element (of these experts, or of the tensor)."""
 
     def mutate(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()
-        tensor.view(-1)[-1] = value
+        tensor.view(len(tensor), -1)[experts, -1] = value
         return tensor
 
     return mutate
@@ -138,7 +138,8 @@ def check(scheme: Scheme, problem: Problem) -> None:
 
 
 NAN, INF = float("nan"), float("inf")
-CODES, POSITIVE, NOT_POSITIVE = "E4M3 codes 0..126", "positive and finite", "zero, negative, NaN or infinity"
+CODES, POSITIVE = "E4M3 codes 0..126 (finite, not negative)", "positive and finite"
+NOT_POSITIVE = "zero, negative, NaN or infinity in experts [3]"
 SCALE_ROWS = [("w13_scale", 0.0), ("w13_scale", -1.0), ("w2_scale", NAN), ("w2_scale", INF)]
 
 # id, scheme, mutation, the argument, what is allowed, what it got
@@ -173,6 +174,15 @@ CASES: list[tuple[str, Scheme, Mutation, str, str, str]] = [
     ("staged, no scales, blockwise", BLOCKWISE, staged(), "scales", "float32 [3, 2]", "got None"),
     ("staged, double", NVFP4, staged(scales=torch.ones(T, 1).double()), "scales", "float32 [3, 1]", "float64 [3, 1]"),
     ("staged, 1-D", NVFP4, staged(scales=torch.ones(T)), "scales", "float32 [3, 1]", "float32 [3]"),
+    ("staged, negative", NVFP4, staged(scales=-torch.ones(T, 1)), "scales", "not negative", "negative values"),
+    (
+        "staged, one negative",
+        BLOCKWISE,
+        chain(ranks(2), staged(scales=put(-1e-30)(torch.full((T, 2), NAN)))),
+        "scales (rank 1)",
+        "not negative",
+        "negative values",
+    ),
     ("staged, per token", BLOCKWISE, staged(scales=torch.ones(T, 1)), "scales", "float32 [3, 2]", "float32 [3, 1]"),
     (
         "too many tokens",
@@ -196,7 +206,9 @@ CASES: list[tuple[str, Scheme, Mutation, str, str, str]] = [
     ("ids float", NVFP4, inputs(topk_ids=lambda i: i.float()), "topk_ids", "int64 or int32", "torch.float32"),
     ("ids int16", BF16, inputs(topk_ids=lambda i: i.short()), "topk_ids", "int64 or int32", "torch.int16"),
     ("ids for 2 tokens", NVFP4, inputs(topk_ids=lambda i: i[:2]), "topk_ids", "[tokens, top_k] = [3, 2]", "[2, 2]"),
-    ("ids 1-D", NVFP4, inputs(topk_ids=lambda i: i[:, 0]), "topk_ids", "[tokens, top_k]", "got [3]"),
+    ("ids 1-D", NVFP4, inputs(topk_ids=lambda i: i[:, 0]), "topk_ids", "be [tokens, top_k], got", "[3]"),
+    ("ids 3-D", BF16, inputs(topk_ids=lambda i: i[:, :, None]), "topk_ids", "be [tokens, top_k], got", "[3, 2, 1]"),
+    ("ids 0-D", BF16, inputs(topk_ids=lambda i: i[0, 0]), "topk_ids", "be [tokens, top_k], got", "[]"),
     ("top_k per rank", NVFP4, ranks(2, tokens(top_k=1)), "topk_ids (rank 1)", "[tokens, top_k] = [3, 2]", "[3, 1]"),
     ("top_k 0", NVFP4, lambda p: replace(p, ranks=(tokens(top_k=0),)), "topk_ids", "1 to 32 slots", "got 0"),
     ("top_k 33", NVFP4, lambda p: replace(p, ranks=(tokens(top_k=33),)), "topk_ids", "1 to 32 slots", "got 33"),
@@ -207,19 +219,41 @@ CASES: list[tuple[str, Scheme, Mutation, str, str, str]] = [
     # weights: shapes
     ("w13 2-D", BF16, weights(w13=lambda w: w[0]), "w13", "[experts, 2 * intermediate, hidden]", "[256, 256]"),
     ("w13 odd rows", BF16, weights(w13=lambda w: w[:, :255]), "w13", "[experts, 2 * intermediate", "[4, 255, 256]"),
-    ("no experts", BF16, weights(w13=lambda w: w[:0], w2=lambda w: w[:0]), "w13", "experts > 0", "[0, 256, 256]"),
+    ("no experts", BF16, weights(w13=lambda w: w[:0], w2=lambda w: w[:0]), "w13", "none of them 0", "[0, 256, 256]"),
+    ("no hidden", NVFP4, sizes(NVFP4, hidden=0), "w13", "none of them 0", "[4, 256, 0]"),
+    ("no hidden, packed", MXFP4, sizes(MXFP4, hidden=0), "w13", "none of them 0", "[4, 256, 0]"),
+    ("no intermediate", BF16, sizes(BF16, intermediate=0), "w13", "none of them 0", "[4, 0, 256]"),
     ("w2 transposed", BF16, weights(w2=lambda w: w.mT), "w2", "= [4, 256, 128]", "[4, 128, 256]"),
     ("w2 experts", NVFP4, weights(w2=lambda w: w[:2]), "w2", "= [4, 256, 128]", "[2, 256, 128]"),
     ("w2 packed K", MXFP4, weights(w2=lambda w: w[..., :32]), "w2", "intermediate / 2] = [4, 256, 64]", "[4, 256, 32]"),
     ("only w13_scale", NVFP4, pack(NVFP4, weights(w2_scale=None)), "w2_scale", "given together", "got None"),
     ("only w2_scale", MXFP4, weights(w13_scale=None), "w13_scale", "given together", "got None"),
     # dense weights
-    ("mxfp4 from bf16", MXFP4, lambda p: replace(p, weights=dense()), "w13", "packed with scales", "torch.bfloat16"),
+    (
+        "mxfp4 from bf16",
+        MXFP4,
+        lambda p: replace(p, weights=dense()),
+        "w13",
+        "packed FP4 with scales",
+        "torch.bfloat16",
+    ),
     ("dense float32", BF16, weights(w13=lambda w: w.float()), "w13", "bfloat16 (or quantized", "torch.float32"),
     ("dense w2 fp16", NVFP4, weights(w2=lambda w: w.half()), "w2", "bfloat16 (or quantized", "torch.float16"),
     ("dense global", NVFP4, weights(w13_global_scale=torch.ones(E)), "w13_global_scale", "None with bf16", "tensor"),
-    ("dense inf", NVFP4, weights(w13=put(-INF)), "w13", "finite", "NaN or infinity"),
-    ("dense NaN", NVFP4, weights(w2=put(NAN)), "w2", "finite", "NaN or infinity"),
+    ("dense inf", NVFP4, weights(w13=put(-INF, 2)), "w13", "finite", "NaN or infinity in experts [2]"),
+    ("dense NaN", NVFP4, weights(w2=put(NAN, [0, 3])), "w2", "finite", "NaN or infinity in experts [0, 3]"),
+    # bf16 or quantized: said before anything about shapes
+    ("kind first, dense", NVFP4, weights(w13=lambda w: w[0].float()), "w13", "bfloat16 (or quantized", "torch.float32"),
+    (
+        "kind first, w2",
+        NVFP4,
+        weights(w13=lambda w: w[0], w2=lambda w: w.half()),
+        "w2",
+        "bfloat16 (or",
+        "torch.float16",
+    ),
+    ("kind first, mxfp4", MXFP4, lambda p: replace(p, weights=dense(96)), "w13", "packed FP4", "torch.bfloat16"),
+    ("kind first, packed", MXFP4, weights(w13=lambda w: w[0].char()), "w13", "torch.uint8 with scales", "torch.int8"),
     # quantized weights
     (
         "bf16 with scales",
@@ -296,22 +330,37 @@ CASES: list[tuple[str, Scheme, Mutation, str, str, str]] = [
         "float32 [4]",
     ),
     # values of scales
-    ("nvfp4 NaN", NVFP4, pack(NVFP4, weights(w13_scale=put(127))), "w13_scale", CODES, "code 127"),
-    ("nvfp4 -0", NVFP4, pack(NVFP4, weights(w2_scale=put(128))), "w2_scale", CODES, "code 128"),
-    ("nvfp4 negative", NVFP4, pack(NVFP4, weights(w2_scale=put(200))), "w2_scale", CODES, "code 200"),
+    ("nvfp4 NaN", NVFP4, pack(NVFP4, weights(w13_scale=put(127))), "w13_scale", CODES, "code 127 in experts [3]"),
+    ("nvfp4 -0", NVFP4, pack(NVFP4, weights(w2_scale=put(128, 2))), "w2_scale", CODES, "code 128 in experts [2]"),
+    (
+        "nvfp4 negative",
+        NVFP4,
+        pack(NVFP4, weights(w2_scale=put(200, [0, 1]))),
+        "w2_scale",
+        CODES,
+        "code 200 in experts [0, 1]",
+    ),
     (
         "nvfp4 negative float8",
         NVFP4,
         pack(NVFP4, weights(w13_scale=lambda s: put(-1.0)(s.view(FP8_DTYPE).float()).to(FP8_DTYPE))),
         "w13_scale",
         CODES,
-        "code 184",
+        "code 184 in experts [3]",
     ),
     *[
         (f"{scheme} {leg} {v}", scheme, pack(scheme, weights(**{leg: put(v)})), leg, POSITIVE, NOT_POSITIVE)
         for scheme in (PER_TENSOR, BLOCKWISE)
         for leg, v in SCALE_ROWS
     ],
+    (
+        "blockwise scales of two experts",
+        BLOCKWISE,
+        pack(BLOCKWISE, weights(w13_scale=put(-0.0, [0, 2]))),
+        "w13_scale",
+        POSITIVE,
+        "zero, negative, NaN or infinity in experts [0, 2]",
+    ),
     # global scales
     *[
         (f"{leg} {v}", NVFP4, pack(NVFP4, weights(**{leg: put(v)(torch.ones(E))})), leg, POSITIVE, NOT_POSITIVE)
@@ -387,6 +436,7 @@ def test_good_problems_pass(scheme):
     ("scheme", "mutate"),
     [
         (NVFP4, staged(scales=torch.ones(T, 1))),
+        (NVFP4, staged(scales=torch.tensor([[NAN], [INF], [0.0]]))),  # only negative ones are refused
         (BLOCKWISE, staged(scales=torch.ones(T, 2))),
         (PER_TENSOR, staged()),
         (PER_TENSOR, staged(scales=torch.ones(T, 7))),  # a static scale: these are not used

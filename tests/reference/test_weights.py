@@ -136,7 +136,15 @@ def test_rewriting_by_128_is_garbage():
     row = [E2M1[code] for code in _rewrite_table()[128].tolist()]
     assert row[1:8] == [-4.0] * 7
     assert row[9:] == [4.0] * 7
-    assert {abs(row[0]), abs(row[8])} == {6.0}
+    assert row[0] == row[8] == -6.0  # x86's NaN is negative
+
+
+def test_mxfp4_zeros_with_scale_0_beside_scale_139():
+    """139 - 11 - 0 = 128: the zeros of that block become -6 * 2^(1 - 6) beside 2^(128 - 122); of no other block."""
+    scale = torch.tensor([[139, 0, 1]], dtype=torch.uint8)
+    operand = mxfp4_operand(torch.zeros(1, 48, dtype=torch.uint8), scale)
+    assert operand.values.reshape(3, 32).unique(dim=1).flatten().tolist() == [0.0, -6 / 32, 0.0]
+    assert operand.scale.tolist() == [[64.0]]
 
 
 # --- from dense weights ------------------------------------------------------------------------------------------
