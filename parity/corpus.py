@@ -38,12 +38,17 @@ class _Builder:
     def __init__(self, writer: RecordingWriter, run: Run, report: Callable[[str], None]) -> None:
         self.writer, self.run, self.report = writer, run, report
         self.tensors: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
 
     def store(self, name: str, tensor: torch.Tensor, encoding: str = "raw") -> None:
         self.tensors[name] = self.writer.store(name, tensor, encoding)
 
     def generate(self, name: str, generator: str, **arguments) -> None:
         self.tensors[name] = self.writer.generate(name, generator, **arguments)
+
+    def alias(self, name: str, of: str) -> None:
+        """Let another problem use the same tensor."""
+        self.tensors[name], self.aliases[name] = self.tensors[of], of
 
     def case(
         self, title: str, scheme: str, weights: str, inputs: str, options: dict, config: dict | None = None
@@ -52,6 +57,7 @@ class _Builder:
         roles = {}
         for prefix, names in ((weights, _WEIGHTS), (inputs, _INPUTS)):
             roles |= {n: f"{prefix}.{n}" for n in names if f"{prefix}.{n}" in self.tensors}
+        roles = {role: self.aliases.get(name, name) for role, name in roles.items()}
         given = {role: self.tensors[name] for role, name in roles.items()}
         previous = given.pop("previous_topk_ids", None)
         tokens = MoEInputs(**{n: given.pop(n) for n in _INPUTS if n in given})
@@ -76,6 +82,12 @@ _INPUTS = ("hidden_states", "topk_ids", "topk_weights", "scales", "previous_topk
 def build_special_values(writer: RecordingWriter, run: Run, report: Callable[[str], None]) -> None:
     """Small problems that hold everything unusual: values, routing, scales, clamps, knobs."""
     b = _Builder(writer, run, report)
+    _special_weights(b)
+    _special_inputs(b)
+    _special_cases(b)
+
+
+def _special_weights(b: _Builder) -> None:
     _dense_weights(b, "dense", _EXPERTS, _HIDDEN, _INTERMEDIATE, seed=1)
     _packed_weights(b, "nvfp4", block=16, low=1, high=126, seed=3)
     for leg in ("w13", "w2"):
@@ -88,45 +100,43 @@ def build_special_values(writer: RecordingWriter, run: Run, report: Callable[[st
     wrapped[0].clamp_(max=139)[::37, 3] = 0  # exactly 128
     wrapped[1:, ::41, 5] = torch.arange(4, dtype=torch.uint8).repeat(2)[1:, None]
     b.store("mxfp4_wrap.w13_scale", wrapped, "xz")
-    _special_inputs(b)
-    b.generate("plain.hidden_states", "normal", seed=20, shape=[_TOKENS, _HIDDEN], scale=1.0)
-    b.store("plain.topk_ids", _routing(_TOKENS, _TOP_K, _EXPERTS, seed=21))
-    b.store("plain.topk_weights", _routing_weights(_TOKENS, _TOP_K, seed=22))
+    for name in ("w13", "w2", "w13_scale", "w2_scale"):
+        b.alias(f"nvfp4_plain.{name}", f"nvfp4.{name}")
 
+
+def _special_cases(b: _Builder) -> None:
     for kperm, clamp in ((64, 10.0), (64, 2.0), (64, None), (32, 10.0), (0, 10.0)):
-        b.case("special values", NVFP4, "nvfp4", "special", {"nvfp4_kperm": kperm, "gate_up_clamp": clamp})
-    b.case("bf16 weights, quantized by the backend", NVFP4, "dense", "special", {"nvfp4_kperm": 64})
+        options = {"nvfp4_kperm": kperm, "gate_up_clamp": clamp}
+        b.case(f"special values, kperm {kperm}, clamp {clamp}", NVFP4, "nvfp4", "special", options)
+    b.case("special values, bf16 weights", NVFP4, "dense", "special", {})
+    b.case("no global scale", NVFP4, "nvfp4_plain", "plain", {})
     for clamp in (10.0, 2.0, None):
-        b.case("special values", MXFP4, "mxfp4", "special", {"gate_up_clamp": clamp})
+        b.case(f"special values, clamp {clamp}", MXFP4, "mxfp4", "special", {"gate_up_clamp": clamp})
     b.case("scales more than 128 octaves apart", MXFP4, "mxfp4_wrap", "plain", {})
-    tiny = torch.randn(_TOKENS, _HIDDEN, generator=_random(18)) * 10.0 ** torch.linspace(-27, -39, _TOKENS)[:, None]
-    b.store("tiny.hidden_states", tiny.bfloat16())
-    for name in ("topk_ids", "topk_weights"):
-        b.store(f"tiny.{name}", b.tensors[f"plain.{name}"])
+    b.case("special values", FP8, "dense", "special", _STATIC)
+    b.case("special values, static scales 1", FP8, "dense", "special", {})
+    b.case("special values", FP8, "dense", "special", _STATIC | _E5M2)
+    b.case("2xacc in the knobs", FP8, "dense", "plain", _STATIC | _2XACC, {"knobs": dict(_2XACC)})
+    b.case("2xacc beside a geometry", FP8, "dense", "plain", _STATIC | _2XACC, _GEOMETRY)
+    b.case("special values", FP8, "dense", "special", _STATIC | _2XACC, _GEOMETRY)
+    b.case("2xacc in the config alone: 1xacc runs", FP8, "dense", "plain", _STATIC, dict(_2XACC))
+    b.case("2xacc in the knobs", FP8, "dense", "plain", _STATIC | _2XACC | _E5M2, {"knobs": dict(_2XACC)})
+    for clamp in (None, 2.0):
+        options = _BLOCKWISE | {"gate_up_clamp": clamp}
+        b.case(f"special values, clamp {clamp}", FP8, "dense", "special", options)
+        b.case(f"special values, clamp {clamp}", BF16, "dense", "special", {"gate_up_clamp": clamp})
+    b.case("special values", FP8, "dense", "special", _BLOCKWISE | _E5M2)
     for scheme, weights in ((NVFP4, "nvfp4"), (MXFP4, "mxfp4"), (FP8, "dense"), (BF16, "dense")):
         b.case("tiny rows", scheme, weights, "tiny", _BLOCKWISE if scheme == FP8 else {})
-    b.case("special values", FP8, "dense", "special", _STATIC)
-    b.case("default static scales", FP8, "dense", "special", {})
-    b.case("special values", FP8, "dense", "special", _STATIC | _E5M2)
-    b.case("2xacc by knobs", FP8, "dense", "plain", _STATIC | _2XACC, {"knobs": dict(_2XACC)})
-    b.case("2xacc by geometry", FP8, "dense", "plain", _STATIC | _2XACC, _GEOMETRY)
-    b.case("2xacc by geometry", FP8, "dense", "special", _STATIC | _2XACC, _GEOMETRY)
-    b.case("2xacc asked for, 1xacc run", FP8, "dense", "plain", _STATIC, dict(_2XACC))
-    b.case("2xacc by knobs", FP8, "dense", "plain", _STATIC | _2XACC | _E5M2, {"knobs": dict(_2XACC)})
-    b.case("special values", FP8, "dense", "special", _BLOCKWISE)
-    b.case("special values", FP8, "dense", "special", _BLOCKWISE | {"gate_up_clamp": 2.0})
-    b.case("special values", FP8, "dense", "special", _BLOCKWISE | _E5M2)
-    for clamp in (None, 2.0):
-        b.case("special values", BF16, "dense", "special", {"gate_up_clamp": clamp})
     for name, scheme, options in (("fp8_token", NVFP4, {}), ("fp8_block", FP8, _BLOCKWISE)):
         _prestaged_inputs(b, name, find_scheme(scheme, **options).stage)
         b.case("input quantized before", scheme, "nvfp4" if scheme == NVFP4 else "dense", name, options)
     # A launch with every slot live, then one with some masked, on the same buffers.
-    b.store("stale.hidden_states", b.tensors["plain.hidden_states"], "xz")
+    b.alias("stale.hidden_states", "plain.hidden_states")
     masked = torch.rand(_TOKENS, _TOP_K, generator=_random(17)) < 0.3
     b.store("stale.topk_ids", torch.where(masked, -1, b.tensors["plain.topk_ids"]))
-    b.store("stale.previous_topk_ids", b.tensors["plain.topk_ids"])
-    b.store("stale.topk_weights", b.tensors["plain.topk_weights"])
+    b.alias("stale.previous_topk_ids", "plain.topk_ids")
+    b.alias("stale.topk_weights", "plain.topk_weights")
     for scheme, weights in ((NVFP4, "nvfp4"), (FP8, "dense"), (BF16, "dense")):
         b.case("slots masked after a launch with all live", scheme, weights, "stale", _STATIC if scheme == FP8 else {})
     _dense_weights(b, "odd", 4, 320, 192, seed=61)
@@ -219,6 +229,14 @@ def _special_inputs(b: _Builder) -> None:
     b.store("special.topk_ids", ids)
     b.store("special.topk_weights", weights)
 
+    b.generate("plain.hidden_states", "normal", seed=20, shape=[_TOKENS, _HIDDEN], scale=1.0)
+    b.store("plain.topk_ids", _routing(_TOKENS, _TOP_K, _EXPERTS, seed=21))
+    b.store("plain.topk_weights", _routing_weights(_TOKENS, _TOP_K, seed=22))
+    tiny = torch.randn(_TOKENS, _HIDDEN, generator=_random(18)) * 10.0 ** torch.linspace(-27, -39, _TOKENS)[:, None]
+    b.store("tiny.hidden_states", tiny.bfloat16())
+    for name in ("topk_ids", "topk_weights"):
+        b.alias(f"tiny.{name}", f"plain.{name}")
+
 
 def _prestaged_inputs(b: _Builder, prefix: str, rule: ActivationQuant | None) -> None:
     assert rule is not None
@@ -226,4 +244,4 @@ def _prestaged_inputs(b: _Builder, prefix: str, rule: ActivationQuant | None) ->
     b.store(f"{prefix}.hidden_states", quantized.codes.view(torch.float8_e4m3fn))
     b.store(f"{prefix}.scales", quantized.scales)
     for name in ("topk_ids", "topk_weights"):
-        b.store(f"{prefix}.{name}", b.tensors[f"special.{name}"])
+        b.alias(f"{prefix}.{name}", f"special.{name}")

@@ -1,0 +1,46 @@
+"""Markers, the hardware that tests may ask for, and a last word on what a run left out."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+MARKERS = {
+    "slow": "takes seconds rather than milliseconds; deselect with -m 'not slow'",
+    "gpu": "runs a kernel on a GPU; skips, with the reason, where there is none",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def missing_for_flashinfer_sm90() -> str | None:
+    """What keeps FlashInfer's SM90 megakernels from running here; None: nothing."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"compute capability {'.'.join(map(str, capability))}, not 9.0"
+    if find_spec("flashinfer") is None:
+        return "flashinfer is not installed"
+    return None
+
+
+@pytest.fixture
+def flashinfer_sm90() -> None:
+    """Skips the test where the kernels cannot run."""
+    reason = missing_for_flashinfer_sm90()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    yield  # everything else first
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
+    if not any("gpu" in report.keywords for report in reports):
+        reason = missing_for_flashinfer_sm90() or "no test of it was selected"
+        terminalreporter.line(f"not exercised: FlashInfer SM90 megakernels ({reason})")

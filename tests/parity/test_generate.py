@@ -1,0 +1,103 @@
+"""Generated tensors: the same bits on every platform, from the ranges and distributions that they promise."""
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fp4ep.parity import generate
+from fp4ep.parity.generate import GENERATORS, integers, normal
+
+#: A recording rebuilds its tensors by these rules: a change of any makes every shipped recording unreadable.
+SAMPLES = [
+    (
+        "normal",
+        {"seed": 7, "shape": [2, 3, 5], "scale": 1.0},
+        "b128f2e63952db6645d0f4749d63b07f216af3a12c56b6e510797a6337819255",
+    ),
+    (
+        "normal",
+        {"seed": 7, "shape": [33], "scale": 0.06},
+        "ed78418bfdb0a70ae08ff79503146d6b0c1b2c10a8f1aad8315073198dca746c",
+    ),
+    (
+        "integers",
+        {"seed": 7, "shape": [33], "low": 1, "high": 126},
+        "0b2d602d5c8daa68a5c35524fdf16ffa316780ccd59f0e8940a74cc55887f06f",
+    ),
+    (
+        "integers",
+        {"seed": 7, "shape": [33], "low": 0, "high": 255},
+        "2cc6a8e9de879d93d8371db70986bec487d1d291a40a6caa295f4e1b786862ad",
+    ),
+]
+
+ONES = (1 << 64) - 1
+
+
+@pytest.mark.parametrize(("name", "arguments", "sha256"), SAMPLES, ids=lambda value: str(value)[:24])
+def test_bits_never_change(name, arguments, sha256):
+    tensor = GENERATORS[name](**arguments)
+    assert list(tensor.shape) == arguments["shape"]
+    assert hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() == sha256
+
+
+def test_every_generator_has_a_sample():
+    assert {name for name, *_ in SAMPLES} == set(GENERATORS)
+
+
+def test_normal_is_the_sum_of_four_halfwords():
+    """Word by word with Python's integers and floats."""
+    words = np.random.PCG64(3).random_raw(50).tolist()
+    expected = []
+    for word in words:
+        total = sum(word >> shift & 0xFFFF for shift in (0, 16, 32, 48)) - 2 * 65535
+        expected.append(float(np.float32(total / 37837.0 * 0.06)))
+    assert normal(3, [50], 0.06).tolist() == torch.tensor(expected).bfloat16().tolist()
+
+
+def test_integers_is_the_remainder():
+    words = np.random.PCG64(3).random_raw(50).tolist()
+    assert integers(3, [50], 105, 124).tolist() == [word % 20 + 105 for word in words]
+
+
+def test_a_seed_gives_one_stream():
+    """A longer tensor begins with the shorter one; another seed gives another."""
+    assert torch.equal(normal(5, [4, 6], 1.0).flatten()[:7], normal(5, [7], 1.0))
+    assert torch.equal(integers(5, [4, 6], 0, 255).flatten()[:7], integers(5, [7], 0, 255))
+    assert not torch.equal(normal(5, [64], 1.0), normal(6, [64], 1.0))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.06])
+def test_normal_has_its_mean_and_deviation(scale):
+    """Bounds for n values: five standard errors, and a rounding to bf16 of each value.
+
+    A sum of four uniform halfwords has standard deviation sqrt(4 * (2^32 - 1) / 12) = 37837.2 and kurtosis 3 - 1.2 / 4,
+    so the mean has standard error 1 / sqrt(n) and the deviation sqrt((2.7 - 1) / n) / 2, in units of `scale`. Rounding
+    moves each value by at most 2^-9 of itself, so the deviation by as much, and the mean by less than 2^-9 deviations.
+    """
+    n = 1 << 16
+    values = normal(11, [256, 256], scale).double()
+    assert abs(float(values.mean())) <= scale * (5 / math.sqrt(n) + 2**-9)
+    assert abs(float(values.std(correction=0)) / scale - 1) <= 5 * math.sqrt(1.7 / n) / 2 + 2**-9
+
+
+def test_normal_range(monkeypatch):
+    """All halfwords 0, or all 65535: 2 * 65535 / 37837 = 3.464 deviations, either side."""
+    monkeypatch.setattr(generate, "_words", lambda seed, count: np.array([0, ONES], np.uint64))
+    ends = normal(0, [2], 2.0)
+    assert ends.tolist() == [-6.9375, 6.9375]  # bf16 of 6.928
+    assert float(ends.abs().max()) < 2 * 3.5
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 255), (1, 126), (105, 105)])
+def test_integers_range(monkeypatch, low, high):
+    """Both ends are reached and nothing else: 64 times as many draws as values, then the extreme words."""
+    drawn = integers(2, [64, high - low + 1], low, high)
+    assert drawn.dtype is torch.uint8
+    assert drawn.unique().tolist() == list(range(low, high + 1))
+    words = np.array([0, ONES, ONES - ONES % (high - low + 1) - 1], np.uint64)
+    monkeypatch.setattr(generate, "_words", lambda seed, count: words)
+    assert integers(0, [3], low, high).tolist() == [low, ONES % (high - low + 1) + low, high]
