@@ -17,7 +17,7 @@ E, H, I, T, TOP_K = 4, 256, 128, 3, 2  # noqa: E741
 
 @pytest.fixture
 def writer() -> RecordingWriter:
-    """Four cases: two MoE schemes on one problem, a tensor-core chain, a special function. To be changed and written."""
+    """Four cases, to be changed and written: MoE by two schemes, a tensor-core chain, a special function."""
     writer = RecordingWriter("A small problem", SOURCE)
     w13 = writer.generate("w13", "normal", seed=1, shape=[E, 2 * I, H], scale=0.06)
     w2 = writer.generate("w2", "normal", seed=2, shape=[E, H, I], scale=0.08)

@@ -58,8 +58,8 @@ def test_differing(capsys, small, differing):
     expected, recorded = (Recording(path)["output.nvfp4"][2, 100] for path in (small, differing))
     bits, other_bits = (f"0x{value.view(torch.int16).item() & 0xFFFF:x}" for value in (expected, recorded))
     assert (
-        f"first difference in differing, three tokens: [2, 100]: {expected.item()!r} ({bits}), "
-        f"recorded {recorded.item()!r} ({other_bits})"
+        "first difference in differing: sm90_fp8_nvfp4_bf16_pull_cutedsl[nvfp4_kperm=64], three tokens: "
+        f"[2, 100]: {expected.item()!r} ({bits}), recorded {recorded.item()!r} ({other_bits})"
     ) in out
     assert out.count("first difference") == out.count("DIFFERS") == 1
     assert out.count("verified") == 7
@@ -156,3 +156,26 @@ def test_titles_are_not_markup(capsys, tmp_path, writer: RecordingWriter):
     status, out, _ = run(capsys, path)
     assert status == 1
     assert out.count("K [bold] 64") == 2  # in the table, and with the first difference
+
+
+def change_case(**fields):
+    return lambda writer: writer.cases.insert(0, replace(writer.cases.pop(0), **fields))
+
+
+@pytest.mark.xfail(strict=True, reason="ValueError or KeyError passes through: Python's exit status is then 1")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(change_case(scheme="sm120_fp4"), id="scheme"),
+        pytest.param(change_case(kind="attention"), id="kind"),
+        pytest.param(lambda writer: writer.store("output.nvfp4", torch.zeros(1, 256).bfloat16()), id="output shape"),
+        pytest.param(lambda writer: writer.store("topk_ids", torch.full((3, 2), 4)), id="ids out of range"),
+    ],
+)
+def test_recording_that_cannot_be_replayed(capsys, tmp_path, writer, damage):
+    damage(writer)
+    path = tmp_path / "damaged.safetensors"
+    writer.write(path)
+    status, out, err = run(capsys, path)
+    assert (status, out) == (2, "")
+    assert "damaged.safetensors" in err

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4ep.reference.fp32 import RECIPROCAL_E4M3_MAX, RECIPROCAL_E5M2_MAX, floor_log2, fma, power_of_two, truncate
+from fp4ep.reference.fp32 import (
+    RECIPROCAL_E4M3_MAX,
+    RECIPROCAL_E5M2_MAX,
+    canonical_nan,
+    floor_log2,
+    fma,
+    power_of_two,
+    truncate,
+)
 
 FLOAT32_MAX = 2.0**128 - 2.0**104
 INF, NAN = math.inf, math.nan
@@ -202,3 +210,19 @@ def test_reciprocals_are_rounded_and_not_a_division():
         product, quotient = x * reciprocal, x / maximum
         ulps = product.view(torch.int32) - quotient.view(torch.int32)
         assert ulps.abs().max() == 1
+
+
+def test_canonical_nan_bf16():
+    """All 2^16 patterns: the 254 NaNs become one, everything else keeps its bits."""
+    patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    found = canonical_nan(patterns.view(torch.bfloat16)).view(torch.int16)
+    nan = (patterns & 0x7FFF) > 0x7F80
+    assert int(nan.sum()) == 254
+    assert torch.equal(found, torch.where(nan, 0x7FFF, patterns))
+
+
+def test_canonical_nan_float32():
+    nans = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -0x400000, -1]
+    others = [0, -(1 << 31), 1, -(1 << 31) + 1, 0x7F7FFFFF, 0x7F800000, -0x800000]
+    found = canonical_nan(torch.tensor(nans + others, dtype=torch.int32).view(torch.float32)).view(torch.int32)
+    assert found.tolist() == [0x7FFFFFFF] * len(nans) + others

@@ -281,6 +281,21 @@ def test_nan_operand_spoils_its_row_or_column_only(core, position):
 
 
 @each_core
+def test_nan_becomes_the_gpus(core):
+    """Whatever its sign, its payload and where it comes from: an operand, the accumulator, or infinities."""
+    nans = torch.tensor([[0x7FC00000, -0x400000, 0x7F800001, -1]], dtype=torch.int32).view(torch.float32)
+    operand, ones = torch.cat((nans, one_row(core)[:, 4:]), 1), torch.ones(4, core.k)
+    infinities = one_row(core, INF, -INF)
+    for result in (
+        matmul(core, operand, ones),
+        matmul(core, one_row(core), ones, c=nans),
+        matmul(core, infinities, ones),
+        matmul(core, infinities, ones * 0),
+    ):
+        assert result.view(torch.int32).tolist() == [[0x7FFFFFFF] * 4]
+
+
+@each_core
 def test_nan_times_zero_and_nan_accumulator(core):
     assert matmul(core, one_row(core, NAN), one_row(core)).isnan()
     assert matmul(core, one_row(core, 1.0), one_row(core, 1.0), c=torch.tensor([[NAN]])).isnan()
