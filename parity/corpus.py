@@ -5,6 +5,7 @@ the same signature.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,13 +24,18 @@ BF16 = "sm90_bf16_bf16_bf16_pull_cutedsl"
 #: (scheme name, kernel options, weights, inputs, max_tokens_per_rank, previous_topk_ids) -> output
 Run = Callable[[str, dict, MoEWeights, MoEInputs, int, torch.Tensor | None], torch.Tensor]
 
-_STATIC = {"fc1_activation_dequant_scale": 0.01, "fc2_activation_dequant_scale": 0.02}
-_BLOCKWISE = {"fp8_scale_mode": "blockwise"}
-_E5M2 = {"kind": "fp8_e5m2"}
-_2XACC = {"fp8_accum_mode": "2xacc"}
+_STATIC: dict[str, Any] = {"fc1_activation_dequant_scale": 0.01, "fc2_activation_dequant_scale": 0.02}
+_BLOCKWISE: dict[str, Any] = {"fp8_scale_mode": "blockwise"}
+_E5M2: dict[str, Any] = {"kind": "fp8_e5m2"}
+_2XACC: dict[str, Any] = {"fp8_accum_mode": "2xacc"}
 #: A launch geometry given by hand. FlashInfer 0.7.4 takes fp8_accum_mode from the config only beside one; without, the
 #: tuning table's "1xacc" replaces it silently (`shim/hopper_fp8.py`).
-_GEOMETRY = {"swap_ab": True, "pingpong": False, "mma_tiler_mnk": (256, 32, 128), "cluster_shape_mnk": (1, 1, 1)}
+_GEOMETRY: dict[str, Any] = {
+    "swap_ab": True,
+    "pingpong": False,
+    "mma_tiler_mnk": (256, 32, 128),
+    "cluster_shape_mnk": (1, 1, 1),
+}
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K, _TOKENS = 8, 512, 256, 4, 24
 
@@ -54,7 +60,7 @@ class _Builder:
         self, title: str, scheme: str, weights: str, inputs: str, options: dict, config: dict | None = None
     ) -> None:
         """weights, inputs: prefixes of tensor names. A failing run is reported and left out; the others go on."""
-        roles = {}
+        roles: dict[str, str] = {}
         for prefix, names in ((weights, _WEIGHTS), (inputs, _INPUTS)):
             roles |= {n: f"{prefix}.{n}" for n in names if f"{prefix}.{n}" in self.tensors}
         roles = {role: self.aliases.get(name, name) for role, name in roles.items()}
@@ -106,7 +112,7 @@ def _special_weights(b: _Builder) -> None:
 
 def _special_cases(b: _Builder) -> None:
     for kperm, clamp in ((64, 10.0), (64, 2.0), (64, None), (32, 10.0), (0, 10.0)):
-        options = {"nvfp4_kperm": kperm, "gate_up_clamp": clamp}
+        options: dict[str, Any] = {"nvfp4_kperm": kperm, "gate_up_clamp": clamp}
         b.case(f"special values, kperm {kperm}, clamp {clamp}", NVFP4, "nvfp4", "special", options)
     b.case("special values, bf16 weights", NVFP4, "dense", "special", {})
     b.case("no global scale", NVFP4, "nvfp4_plain", "plain", {})

@@ -121,7 +121,7 @@ def compare_bits(found: torch.Tensor, expected: torch.Tensor) -> tuple[int, str 
         return 0, None
     place = tuple(differs.nonzero()[0].tolist())
     shown = [
-        f"{float(values[place])!r} (0x{bits[place].item() & (1 << 8 * values.element_size()) - 1:x})"
+        f"{float(values[place])!r} (0x{int(bits[place]) & (1 << 8 * values.element_size()) - 1:x})"
         for values, bits in ((found, found_bits), (expected, expected_bits))
     ]
     return int(differs.sum()), f"{list(place)}: {shown[0]}, recorded {shown[1]}"

@@ -36,7 +36,7 @@ class Format:
     mantissa_bits: int
     bias: int
     max_code: int  #: code of the largest finite magnitude
-    nan_code: int | None = None  #: canonical NaN; None where the format has none
+    nan_code: int  #: what NaN becomes: the canonical NaN, or `max_code` where the format has none
     inf_code: int | None = None
     signed: bool = True
 
@@ -67,7 +67,7 @@ class Format:
         return _values(self)
 
 
-E2M1 = Format("E2M1", 2, 1, bias=1, max_code=0x7)
+E2M1 = Format("E2M1", 2, 1, bias=1, max_code=0x7, nan_code=0x7)
 E4M3 = Format("E4M3", 4, 3, bias=7, max_code=0x7E, nan_code=0x7F)
 E5M2 = Format("E5M2", 5, 2, bias=15, max_code=0x7B, nan_code=0x7F, inf_code=0x7C)
 UE8M0 = Format("UE8M0", 8, 0, bias=127, max_code=0xFE, nan_code=0xFF, signed=False)
@@ -120,12 +120,18 @@ def encode(values: torch.Tensor, fmt: Format, overflow: Overflow = Overflow.SATU
     """
     if fmt is UE8M0:
         raise ValueError("fmt UE8M0 has no rounding of its own: choose a ScaleRule in fp4ep.reference.scales")
-    if (overflow is Overflow.INF and fmt.inf_code is None) or (overflow is Overflow.NAN and fmt.nan_code is None):
+    has_nan = fmt.nan_code != fmt.max_code
+    beyond = {
+        Overflow.SATURATE: fmt.max_code,
+        Overflow.NAN: fmt.nan_code if has_nan else None,
+        Overflow.INF: fmt.inf_code,
+    }[overflow]
+    if beyond is None:
         raise ValueError(f"overflow {overflow.name} is not possible in {fmt}: it has no such code")
     flat = values.reshape(-1)
     codes = torch.empty(flat.shape, dtype=torch.uint8)
     for part, out in zip(flat.split(_CHUNK), codes.split(_CHUNK), strict=True):
-        out.copy_(_encode(part.float(), fmt, overflow))
+        out.copy_(_encode(part.float(), fmt, beyond, keep_nan_sign=overflow is not Overflow.SATURATE))
     return codes.reshape(values.shape)
 
 
@@ -133,7 +139,7 @@ def encode(values: torch.Tensor, fmt: Format, overflow: Overflow = Overflow.SATU
 _CHUNK = 1 << 16
 
 
-def _encode(values: torch.Tensor, fmt: Format, overflow: Overflow) -> torch.Tensor:
+def _encode(values: torch.Tensor, fmt: Format, beyond: int, keep_nan_sign: bool) -> torch.Tensor:
     nan = torch.isnan(values)
     magnitude = torch.where(nan, 0.0, values.abs().clamp(max=2 * fmt.max))
     # One step is 2^(e - mantissa_bits). Dividing by a power of two is exact, so `round` is the only rounding; a
@@ -142,13 +148,11 @@ def _encode(values: torch.Tensor, fmt: Format, overflow: Overflow) -> torch.Tens
     exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=fmt.min_exponent)
     step = ((exponent + (127 - fmt.mantissa_bits)) << 23).view(torch.float32)
     codes = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + torch.round(magnitude / step).int()
-    beyond = {Overflow.SATURATE: fmt.max_code, Overflow.NAN: fmt.nan_code, Overflow.INF: fmt.inf_code}[overflow]
     codes = torch.where(codes > fmt.max_code, beyond, codes)
     sign = torch.signbit(values) * fmt.sign_bit
-    if overflow is Overflow.SATURATE:
+    if not keep_nan_sign:
         sign = torch.where(nan, 0, sign)
-    nan_code = fmt.max_code if fmt.nan_code is None else fmt.nan_code
-    return torch.where(nan, nan_code, codes) | sign
+    return torch.where(nan, fmt.nan_code, codes) | sign
 
 
 def round_to(values: torch.Tensor, fmt: Format, overflow: Overflow = Overflow.SATURATE) -> torch.Tensor:

@@ -5,6 +5,7 @@ Source: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm90` and `moe_ep/kernel_
 """
 
 from dataclasses import replace
+from typing import Any
 
 from .formats import E4M3, E5M2, Format, Overflow, cast_overflow
 from .scheme import ActivationQuant, Apply, Combine, Evidence, Gemm, KOrder, Place, ScaleSource, Scheme, Weights
@@ -128,7 +129,7 @@ SCHEMES: tuple[Scheme, ...] = (
 _STATIC_SCALES = ("fc1_activation_dequant_scale", "fc2_activation_dequant_scale")
 
 
-def find_scheme(name: str, **options: object) -> Scheme:
+def find_scheme(name: str, **options: Any) -> Scheme:
     """The record for a FlashInfer registry name and config options, with the options' numbers filled in.
 
     options: the knobs that select among variants (`nvfp4_kperm`; `fp8_scale_mode`, `fp8_accum_mode`, `kind`), and the

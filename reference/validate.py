@@ -136,7 +136,7 @@ def _check_kind(scheme: Scheme, weights: MoEWeights, leg: str) -> None:
         _require(getattr(weights, name) is None, name, "None with bf16 weights", "a tensor")
         return
     _require(scheme.packed_weights, scale, f"None: {scheme.name} takes bf16 weights only", "a tensor")
-    dtypes = (torch.uint8,)
+    dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
     if scheme.weights not in _PACKED_FP4:
         assert scheme.stage is not None
         dtypes = (torch.uint8, _FP8_DTYPES[str(scheme.stage.element)])

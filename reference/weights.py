@@ -47,6 +47,7 @@ def load_operand(scheme: Scheme, weights: MoEWeights, leg: str, expert: int) -> 
         return mxfp4_operand(payload, scale[expert])
     if scale is None:
         dense = quantize_nvfp4(payload)
+        assert dense.global_scale is not None
         return nvfp4_operand(pack_e2m1(dense.codes), dense.scales, dense.global_scale)
     if global_scale is None:
         global_scale = torch.ones(())
