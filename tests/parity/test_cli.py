@@ -87,6 +87,14 @@ def test_json(capsys, small, differing):
     assert results[4] == {"recording": "small", "differing": 0, "evidence": "verified", "first": None, **shared}
 
 
+def test_progress_stays_out_of_the_output(capsys, small, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    main(["replay", "--json", str(small)])
+    captured = capsys.readouterr()
+    assert len(json.loads(captured.out)) == 4
+    assert "three tokens" in captured.err
+
+
 @pytest.mark.parametrize(
     ("text", "cases"),
     [("nvfp4", 1), ("three", 2), ("gate_up_clamp", 1), ("a chain", 1), ("rcp.approx", 1), ("sm90_", 2)],
