@@ -10,8 +10,8 @@ def interleave_fp4_fp8(packed: torch.Tensor) -> torch.Tensor:
     uint8 of the same shape. Replaces `flashinfer.fused_moe.prepare.interleave_moe_weights_for_sm90_mixed_gemm`, which
     compiles the whole CUTLASS MoE module to do it.
 
-    Rows r and r + 8 of each 16 are joined into 32-bit words of eight codes, four from each. Inside a word the eight
-    sign bits move so that one shift and mask turns four codes of one row into the high nibbles of four E4M3 bytes.
+    Rows r and r + 8 of each 16 are joined into 32-bit words of eight codes, four from each. The magnitudes stay at bits
+    4i..4i+2; the signs of row r go to bits 8i+7, those of row r + 8 to bits 8i+3.
     """
     experts, rows, _ = packed.shape
     wide = packed.int()

@@ -24,7 +24,9 @@ def normal(seed: int, shape: Sequence[int], scale: float) -> torch.Tensor:
 
 
 def integers(seed: int, shape: Sequence[int], low: int, high: int) -> torch.Tensor:
-    """uint8, uniform over low..high inclusive."""
+    """uint8, uniform over low..high inclusive. Raises ValueError unless 0 <= low <= high <= 255."""
+    if not 0 <= low <= high <= 255:
+        raise ValueError(f"low and high must be 0 <= low <= high <= 255, got {low} and {high}")
     words = _words(seed, math.prod(shape)) % np.uint64(high - low + 1) + np.uint64(low)
     return torch.from_numpy(words.astype(np.uint8)).reshape(tuple(shape))
 

@@ -20,12 +20,14 @@ Readers refuse a version they do not know.
 import hashlib
 import json
 import lzma
+import math
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -78,25 +80,32 @@ class Recording:
         try:
             with safe_open(self.path, "pt") as file:
                 header = json.loads((file.metadata() or {})["fp4ep"])
-            assert header["format"] == FORMAT
-        except (SafetensorError, KeyError, AssertionError, json.JSONDecodeError) as error:
+            if header["format"] != FORMAT:
+                raise ValueError(f"format {header['format']!r}")
+            version = header["version"]
+            if version == VERSION:
+                self.title: str = header["title"]
+                self.source: dict[str, str] = header["source"]
+                self.cases = [Case(**case) for case in header["cases"]]
+                self.specs: dict[str, dict] = header["tensors"]
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise RecordingError(f"{self.path}: not an fp4ep recording ({error!r})") from error
-        if header["version"] != VERSION:
-            raise RecordingError(f"{self.path}: recording version {header['version']!r}; this fp4ep reads {VERSION}")
-        self.title: str = header["title"]
-        self.source: dict[str, str] = header["source"]
-        self.cases = [Case(**case) for case in header["cases"]]
-        self.specs: dict[str, dict] = header["tensors"]
+        if version != VERSION:
+            raise RecordingError(f"{self.path}: recording version {version!r}; this fp4ep reads {VERSION}")
         self._loaded: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor of that name. Raises RecordingError when it is missing or its checksum does not match."""
+        """The tensor of that name. Raises RecordingError when it is missing, unreadable or not what was recorded."""
         if name not in self.specs:
             raise RecordingError(f"{self.path}: no tensor {name!r}")
         if name not in self._loaded:
-            tensor = self._build(name, self.specs[name])
-            if sha256(tensor) != self.specs[name]["sha256"]:
-                raise RecordingError(f"{self.path}: tensor {name!r} does not have its recorded checksum")
+            spec = self.specs[name]
+            try:
+                tensor = self._build(name, spec)
+                if _describe(tensor) != (spec["dtype"], spec["shape"]) or sha256(tensor) != spec["sha256"]:
+                    raise ValueError("its dtype, shape or checksum is not the recorded one")
+            except (SafetensorError, lzma.LZMAError, KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise RecordingError(f"{self.path}: tensor {name!r} cannot be read: {error!r}") from error
             self._loaded[name] = tensor
         return self._loaded[name]
 
@@ -118,7 +127,7 @@ class Recording:
             return GENERATORS[origin["generator"]](**origin["arguments"])
         if origin["kind"] == "quantized":
             return quantized_part(QUANTIZERS[origin["rule"]](self[origin["of"]]), origin["part"])
-        raise RecordingError(f"{self.path}: tensor {name!r} comes from {origin['kind']!r}, which is unknown")
+        raise ValueError(f"unknown origin {origin['kind']!r}")
 
 
 class RecordingWriter:
@@ -144,8 +153,8 @@ class RecordingWriter:
         return self._add(name, tensor, {"kind": "quantized", "rule": rule, "of": of, "part": part})
 
     def _add(self, name: str, tensor: torch.Tensor, origin: dict) -> torch.Tensor:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.specs[name] = {"dtype": dtype, "shape": list(tensor.shape), "sha256": sha256(tensor), "from": origin}
+        dtype, shape = _describe(tensor)
+        self.specs[name] = {"dtype": dtype, "shape": shape, "sha256": sha256(tensor), "from": origin}
         return tensor
 
     def write(self, path: str | Path) -> None:
@@ -153,15 +162,22 @@ class RecordingWriter:
         header = self.header | {"tensors": self.specs, "cases": [asdict(case) for case in self.cases]}
         path = Path(path)
         partial = path.with_suffix(".partial")
-        save_file(self.stored, partial, metadata={"fp4ep": json.dumps(header)})
-        partial.chmod(0o644)
-        os.replace(partial, path)
+        try:
+            save_file(self.stored, partial, metadata={"fp4ep": json.dumps(header)})
+            partial.chmod(0o644)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def quantized_part(quantized: Quantized, part: str) -> torch.Tensor:
     """part: "codes" (two E2M1 per byte), "scales" or "global_scale"."""
     tensor = pack_e2m1(quantized.codes) if part == "codes" else getattr(quantized, part)
     return tensor.contiguous()
+
+
+def _describe(tensor: torch.Tensor) -> tuple[str, list[int]]:
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
 def sha256(tensor: torch.Tensor) -> str:
@@ -177,9 +193,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _pack(tensor: torch.Tensor) -> torch.Tensor:
     planes = _bytes(tensor).T.contiguous().numpy().tobytes()
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 0, "pb": 0}]
-    return torch.frombuffer(bytearray(lzma.compress(planes, lzma.FORMAT_XZ, filters=filters)), dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(lzma.compress(planes, lzma.FORMAT_XZ, filters=filters), np.uint8).copy())
 
 
 def _unpack(stored: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    planes = torch.frombuffer(bytearray(lzma.decompress(stored.numpy().tobytes())), dtype=torch.uint8)
-    return planes.reshape(dtype.itemsize, -1).T.contiguous().reshape(-1).view(dtype).reshape(shape)
+    planes = torch.from_numpy(np.frombuffer(lzma.decompress(stored.numpy().tobytes()), np.uint8).copy())
+    return planes.reshape(dtype.itemsize, math.prod(shape)).T.contiguous().reshape(-1).view(dtype).reshape(shape)

@@ -16,7 +16,7 @@ from fp4ep.reference.special import ex2_approx, rcp_approx
 from fp4ep.reference.tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, matmul
 from fp4ep.reference.types import MoEInputs, MoEWeights
 
-from .recording import Case, Recording
+from .recording import Case, Recording, RecordingError
 
 #: Instruction and operand format behind the name of a tensor_core case.
 TENSOR_CORES = {core.name: core for core in (HOPPER_E4M3, HOPPER_E5M2, HOPPER_BF16)}
@@ -53,14 +53,20 @@ def shipped_recordings() -> list[Path]:
 
 
 def replay(recording: Recording, cases: Iterable[Case], progress: Callable[[Case], Progress]) -> Iterator[Result]:
-    """Run each case through the reference. Yields one Result per case, in order."""
+    """Run each case through the reference. Yields one Result per case, in order.
+
+    Raises RecordingError when a case cannot be run: an unknown scheme or kind, tensors that do not fit it.
+    """
     source = recording.source
     version = f"flashinfer {source['flashinfer']}"
     for case in cases:
         start = time.perf_counter()
         tensors = recording.roles(case)
-        scheme, found, expected = _KINDS[case.kind](case, tensors, progress(case))
-        differing, first = compare_bits(found, expected)
+        try:
+            scheme, found, expected = _KINDS[case.kind](case, tensors, progress(case))
+            differing, first = compare_bits(found, expected)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordingError(f"{recording.path}: case {case.title!r} cannot be run: {error}") from error
         yield Result(
             recording=recording.path.stem,
             case=case.title,

@@ -34,6 +34,6 @@ def print_results(results: Sequence[Result], console: Console) -> None:
     for r in results:
         if r.first:
             where = f"{r.recording}: {r.scheme}, {r.case}"
-            console.print(f"first difference in {where}: {r.first}", highlight=False, markup=False)
+            console.print(f"first difference in {where}: {r.first}", highlight=False, markup=False, soft_wrap=True)
     differing, elements = sum(r.differing for r in results), sum(r.elements for r in results)
     console.print(f"{len(results)} cases, {elements:,} elements, {differing:,} differing", highlight=False)

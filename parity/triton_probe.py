@@ -109,6 +109,7 @@ def _operands(core: TensorCore, fmt: Format | None, random: torch.Generator):
     yield "infinity and NaN", core.k, *operands, c
     if fmt is None:
         yield "underflow", 64, binades(-80, -55, _SIZE, 64), binades(-80, -55, _SIZE, 64), binades(-149, -125, *shape)
+        yield "underflow from zero", 16, binades(-85, -64, _SIZE, 16), binades(-85, -64, _SIZE, 16), torch.zeros(shape)
         yield "overflow", 64, binades(50, 64, _SIZE, 64), binades(50, 64, _SIZE, 64), binades(110, 126, *shape)
     else:
         yield "tiny accumulator", core.k, *sparse, binades(-149, -125, *shape)

@@ -78,7 +78,7 @@ def quantize_mx(values: torch.Tensor, element: Format, rule: ScaleRule) -> Quant
     """MXFP4 (element E2M1) or MXFP8 (E4M3, E5M2): one UE8M0 scale per 32. values: `[..., K]`.
 
     Division by a power of two is exact, so the element rounding is the only one; values above the element's maximum
-    saturate. A NaN or infinity makes the scale NaN (code 255), and with it the whole block.
+    saturate. A NaN or infinity makes the scale NaN (code 255), and with it the whole block (not under ROUND_UP).
     """
     split = blocks(values, MX_BLOCK)
     scales = ue8m0_scale(split.abs().amax(-1), element, rule)

@@ -144,7 +144,7 @@ def find_scheme(name: str, **options: Any) -> Scheme:
     knobs = {knob: sorted({value for r in records for value in r.knobs[knob]}) for knob in records[0].knobs}
     for knob in knobs.keys() & options.keys():
         value = options[knob]
-        if not any(value == allowed and type(value) is type(allowed) for allowed in knobs[knob]):
+        if not any(type(value) is type(allowed) and value == allowed for allowed in knobs[knob]):
             raise ValueError(f"{knob}: {value!r} is not one of {knobs[knob]}")
     wanted = {knob: options.get(knob, values[0]) for knob, values in records[0].knobs.items()}
     (record,) = (r for r in records if all(wanted[knob] in r.knobs[knob] for knob in wanted))

@@ -69,7 +69,7 @@ def _dot_add(core: TensorCore, a, b, exponent_a, exponent_b, c, scratch):
     products *= scale.clamp(limits.tiny, limits.max).to(a.dtype)
     torch.abs(products, out=terms).floor_().copysign_(products)  # trunc, but vectorised
     total = terms.sum(0).double() + (c * scale).trunc_()
-    return truncate(total / scale, core.output_bits)
+    return truncate(total / scale, core.output_bits) + 0.0  # a sum that underflows to -0 is +0
 
 
 def matmul(core: TensorCore, a: torch.Tensor, b: torch.Tensor, *, c: torch.Tensor | None = None) -> torch.Tensor:
@@ -78,7 +78,7 @@ def matmul(core: TensorCore, a: torch.Tensor, b: torch.Tensor, *, c: torch.Tenso
     a: `[M, K]`, b: `[N, K]` float32, holding values of the operand formats exactly; K a multiple of `core.k`.
     c: `[M, N]` float32, or None for zero. Returns `[M, N]` float32.
 
-    NaN in, NaN out (0x7FFFFFFF); infinities follow IEEE: inf - inf and 0 * inf give NaN. A sum that cancels gives +0.
+    NaN in, NaN out (0x7FFFFFFF); infinities follow IEEE: inf - inf and 0 * inf give NaN. A zero result is +0.
     Raises ValueError when K is not a multiple of `core.k` or the shapes do not match.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or a.shape[1] % core.k:

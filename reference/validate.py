@@ -168,7 +168,7 @@ def _check_scales(scheme: Scheme, weights: MoEWeights, leg: str, k: int) -> None
     _require(scheme.weights is Weights.NVFP4, name, none, "a tensor")
     fits = global_scale.dtype is torch.float32 and global_scale.numel() in (1, experts)
     _require(fits, name, f"float32, a scalar or [{experts}]", _describe(global_scale))
-    _check_positive(global_scale.reshape(-1, 1), name)
+    _check_positive(global_scale.reshape(-1).expand(experts)[:, None], name)
 
 
 def _check_positive(values: torch.Tensor, name: str) -> None:

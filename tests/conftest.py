@@ -1,20 +1,10 @@
-"""Markers, the hardware that tests may ask for, and a last word on what a run left out."""
+"""The hardware that tests may ask for, and a last word on what a run left out."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
-
-MARKERS = {
-    "slow": "takes seconds rather than milliseconds; deselect with -m 'not slow'",
-    "gpu": "runs a kernel on a GPU; skips, with the reason, where there is none",
-}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    for name, meaning in MARKERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
 
 
 def missing_for_flashinfer_sm90() -> str | None:

@@ -170,7 +170,6 @@ def change_case(**fields):
     return lambda writer: writer.cases.insert(0, replace(writer.cases.pop(0), **fields))
 
 
-@pytest.mark.xfail(strict=True, reason="ValueError or KeyError passes through: Python's exit status is then 1")
 @pytest.mark.parametrize(
     "damage",
     [
