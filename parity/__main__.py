@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .recording import Recording, RecordingError
-from .replay import Result, replay, shipped_recordings
+from .replay import Result, replay_cases, shipped_recordings
 from .report import print_results
 
 
@@ -51,7 +51,7 @@ def _replay(arguments: argparse.Namespace) -> int:
             return lambda share: bar.update(task, completed=len(results) + share)
 
         for recording in recordings:
-            for result in replay(recording, [c for r, c in work if r is recording], progress):
+            for result in replay_cases(recording, [c for r, c in work if r is recording], progress):
                 results.append(result)
             recording.forget()
     if arguments.json:

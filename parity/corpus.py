@@ -4,13 +4,16 @@
 the same signature.
 """
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fp4ep.reference.moe import moe_forward
 from fp4ep.reference.quantize import quantize_activation
-from fp4ep.reference.scheme import ActivationQuant
+from fp4ep.reference.scheme import ActivationQuant, Apply, Scheme
 from fp4ep.reference.schemes import find_scheme
 from fp4ep.reference.types import MoEInputs, MoEWeights
 
@@ -37,6 +40,8 @@ _GEOMETRY: dict[str, Any] = {
     "cluster_shape_mnk": (1, 1, 1),
 }
 
+_TILE_K_256: dict[str, Any] = {"swap_ab": False, "pingpong": False, "mma_tiler_mnk": (64, 128, 256)}
+
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K, _TOKENS = 8, 512, 256, 4, 24
 
 
@@ -47,14 +52,21 @@ class _Builder:
         self.aliases: dict[str, str] = {}
 
     def store(self, name: str, tensor: torch.Tensor, encoding: str = "raw") -> None:
-        self.tensors[name] = self.writer.store(name, tensor, encoding)
+        self._put(name, self.writer.store(name, tensor, encoding))
 
     def generate(self, name: str, generator: str, **arguments) -> None:
-        self.tensors[name] = self.writer.generate(name, generator, **arguments)
+        self._put(name, self.writer.generate(name, generator, **arguments))
+
+    def quantize(self, name: str, rule: str, of: str, part: str) -> None:
+        self._put(name, self.writer.quantize(name, rule, of, part, self.tensors[of]))
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensors[name] = tensor
+        self.aliases.pop(name, None)
 
     def alias(self, name: str, of: str) -> None:
         """Let another problem use the same tensor."""
-        self.tensors[name], self.aliases[name] = self.tensors[of], of
+        self.tensors[name], self.aliases[name] = self.tensors[of], self.aliases.get(of, of)
 
     def case(
         self, title: str, scheme: str, weights: str, inputs: str, options: dict, config: dict | None = None
@@ -70,7 +82,8 @@ class _Builder:
         capacity = max(8, 1 << (len(tokens.hidden_states) - 1).bit_length())
         config = config or {}
         try:
-            output = self.run(scheme, options | config, MoEWeights(**given), tokens, capacity, previous)
+            launch = {k: v for k, v in (options | config).items() if k != "mma_tiler_k"}  # said by the geometry
+            output = self.run(scheme, launch, MoEWeights(**given), tokens, capacity, previous)
         except Exception as error:
             self.report(f"LEFT OUT {scheme} {title} {options} {config}: {error!r}")
             return
@@ -83,6 +96,8 @@ class _Builder:
 
 _WEIGHTS = ("w13", "w2", "w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale")
 _INPUTS = ("hidden_states", "topk_ids", "topk_weights", "scales", "previous_topk_ids")
+#: Tiny inputs times weights this large are ordinary values, so that the tiny path decides bits.
+_TINY_GAIN = 1e28
 
 
 def build_special_values(writer: RecordingWriter, run: Run, report: Callable[[str], None]) -> None:
@@ -95,7 +110,7 @@ def build_special_values(writer: RecordingWriter, run: Run, report: Callable[[st
 
 def _special_weights(b: _Builder) -> None:
     _dense_weights(b, "dense", _EXPERTS, _HIDDEN, _INTERMEDIATE, seed=1)
-    _packed_weights(b, "nvfp4", block=16, low=1, high=126, seed=3)
+    _packed_weights(b, "nvfp4", block=16, low=0, high=126, seed=3)
     for leg in ("w13", "w2"):
         scale = 4e-4 * 2.0 ** torch.linspace(-2, 1, _EXPERTS)
         b.store(f"nvfp4.{leg}_global_scale", scale if leg == "w13" else scale.flip(0))
@@ -108,6 +123,15 @@ def _special_weights(b: _Builder) -> None:
     b.store("mxfp4_wrap.w13_scale", wrapped, "xz")
     for name in ("w13", "w2", "w13_scale", "w2_scale"):
         b.alias(f"nvfp4_plain.{name}", f"nvfp4.{name}")
+        b.alias(f"tiny_nvfp4.{name}", f"nvfp4.{name}")
+        b.alias(f"tiny_mxfp4.{name}", f"mxfp4.{name}")
+    b.store("tiny_nvfp4.w13_global_scale", b.tensors["nvfp4.w13_global_scale"] * _TINY_GAIN)
+    b.alias("tiny_nvfp4.w2_global_scale", "nvfp4.w2_global_scale")
+    scales = [_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN // 32]
+    b.generate("tiny_mxfp4.w13_scale", "integers", seed=9, shape=scales, low=105 + 93, high=124 + 93)
+    shape = [_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN]
+    b.generate("tiny_dense.w13", "normal", seed=1, shape=shape, scale=0.06 * _TINY_GAIN)
+    b.alias("tiny_dense.w2", "dense.w2")
 
 
 def _special_cases(b: _Builder) -> None:
@@ -132,19 +156,35 @@ def _special_cases(b: _Builder) -> None:
         b.case(f"special values, clamp {clamp}", FP8, "dense", "special", options)
         b.case(f"special values, clamp {clamp}", BF16, "dense", "special", {"gate_up_clamp": clamp})
     b.case("special values", FP8, "dense", "special", _BLOCKWISE | _E5M2)
-    for scheme, weights in ((NVFP4, "nvfp4"), (MXFP4, "mxfp4"), (FP8, "dense"), (BF16, "dense")):
+    b.case("2xacc in the knobs", FP8, "dense", "plain", _BLOCKWISE | _2XACC, {"knobs": dict(_2XACC)})
+    for kind in ({}, _E5M2):
+        b.case("2xacc, tile K 256", FP8, "dense", "plain", _STATIC | _2XACC | kind | {"mma_tiler_k": 256}, _TILE_K_256)
+    for scheme, weights in ((NVFP4, "tiny_nvfp4"), (MXFP4, "tiny_mxfp4"), (FP8, "tiny_dense"), (BF16, "tiny_dense")):
         b.case("tiny rows", scheme, weights, "tiny", _BLOCKWISE if scheme == FP8 else {})
     for name, scheme, options in (("fp8_token", NVFP4, {}), ("fp8_block", FP8, _BLOCKWISE)):
         _prestaged_inputs(b, name, find_scheme(scheme, **options).stage)
         b.case("input quantized before", scheme, "nvfp4" if scheme == NVFP4 else "dense", name, options)
+    # Per tensor the kernel carries a plane of UE8M0 scales along and uses none of them.
+    for name in ("hidden_states", "topk_ids", "topk_weights"):
+        b.alias(f"fp8_static.{name}", f"fp8_block.{name}")
+    scales = torch.randint(100, 150, (_TOKENS, _HIDDEN // 32), generator=_random(19)).byte()
+    b.store("fp8_static.scales", scales.view(torch.float8_e8m0fnu))
+    b.case("input quantized before", FP8, "dense", "fp8_static", _STATIC)
+    _tie_cases(b)
     # A launch with every slot live, then one with some masked, on the same buffers.
     b.alias("stale.hidden_states", "plain.hidden_states")
     masked = torch.rand(_TOKENS, _TOP_K, generator=_random(17)) < 0.3
     b.store("stale.topk_ids", torch.where(masked, -1, b.tensors["plain.topk_ids"]))
     b.alias("stale.previous_topk_ids", "plain.topk_ids")
     b.alias("stale.topk_weights", "plain.topk_weights")
-    for scheme, weights in ((NVFP4, "nvfp4"), (FP8, "dense"), (BF16, "dense")):
-        b.case("slots masked after a launch with all live", scheme, weights, "stale", _STATIC if scheme == FP8 else {})
+    for scheme, weights, options in (
+        (NVFP4, "nvfp4", {}),
+        (MXFP4, "mxfp4", {}),
+        (FP8, "dense", _STATIC),
+        (FP8, "dense", _BLOCKWISE),
+        (BF16, "dense", {}),
+    ):
+        b.case("slots masked after a launch with all live", scheme, weights, "stale", options)
     _dense_weights(b, "odd", 4, 320, 192, seed=61)
     _dense_weights(b, "odd_bf16", 4, 256, 192, seed=63)
     for prefix, hidden in (("odd_inputs", 320), ("odd_bf16_inputs", 256)):
@@ -167,7 +207,9 @@ def build_large(writer: RecordingWriter, run: Run, report: Callable[[str], None]
     b = _Builder(writer, run, report)
     experts, hidden, intermediate, tokens, top_k = 2, 7168, 2048, 4, 1
     _dense_weights(b, "dense", experts, hidden, intermediate, seed=41)
-    _packed_weights(b, "mxfp4", block=32, low=108, high=120, seed=43, shape=(experts, hidden, intermediate))
+    for leg in ("w13", "w2"):
+        for part, suffix in (("codes", ""), ("scales", "_scale")):
+            b.quantize(f"mxfp4.{leg}{suffix}", "mxfp4_floor", f"dense.{leg}", part)
     b.generate("large.hidden_states", "normal", seed=50, shape=[tokens, hidden], scale=1.0)
     b.store("large.topk_ids", _routing(tokens, top_k, experts, seed=51))
     b.store("large.topk_weights", _routing_weights(tokens, top_k, seed=52))
@@ -181,19 +223,74 @@ def build_large(writer: RecordingWriter, run: Run, report: Callable[[str], None]
         b.case("H 7168, I 2048", scheme, weights, "large", options)
 
 
+_TIE_TOKENS, _TIE_TOP_K = 6, 2
+
+
+def _tie_cases(b: _Builder) -> None:
+    """Values that tell a division by the scale from a multiplication by its reciprocal."""
+    options = {"fc1_activation_dequant_scale": 0.03, "fc2_activation_dequant_scale": 0.03}
+    rule = find_scheme(FP8, **options).stage
+    assert rule is not None
+    finite = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()[None]
+    codes = [quantize_activation(finite, replace(rule, apply=apply), 0.03).codes for apply in Apply]
+    values = finite[codes[0] != codes[1]]
+    x = values[torch.randint(0, len(values), (_TIE_TOKENS, _HIDDEN), generator=_random(71))]
+    b.store("staging_ties.hidden_states", (x * torch.randn(x.shape, generator=_random(72)).sign()).bfloat16())
+    b.store("staging_ties.topk_ids", _routing(_TIE_TOKENS, 1, _EXPERTS, seed=74))
+    b.store("staging_ties.topk_weights", torch.ones(_TIE_TOKENS, 1))
+    b.case("ties in staging", FP8, "dense", "staging_ties", options)
+
+    # Requantized values are float32: about one in 2^22 tells, so many tokens are tried and those that tell are kept.
+    hidden, intermediate, tried = 128, 512, 1 << 13
+    _dense_weights(b, "tie_dense", 2, hidden, intermediate, seed=76)
+    for leg in ("w13", "w2"):
+        for part, suffix in (("codes", ""), ("scales", "_scale")):
+            b.quantize(f"tie_mxfp4.{leg}{suffix}", "mxfp4_floor", f"tie_dense.{leg}", part)
+    for i, (name, weights, chosen) in enumerate(
+        (
+            (NVFP4, "tie_dense", {}),
+            (MXFP4, "tie_mxfp4", {}),
+            (FP8, "tie_dense", options),
+            (FP8, "tie_dense", _BLOCKWISE),
+        )
+    ):
+        given = {n: b.tensors[f"{weights}.{n}"] for n in _WEIGHTS if f"{weights}.{n}" in b.tensors}
+        for seed in itertools.count(77):
+            x = torch.randn(tried, hidden, generator=_random(seed)).bfloat16()
+            inputs = MoEInputs(x, torch.arange(tried)[:, None] % 2, torch.ones(tried, 1))
+            telling = _telling_tokens(find_scheme(name, **chosen), MoEWeights(**given), inputs)[:_TIE_TOKENS]
+            b.report(f"{name}: {len(telling)} of {tried} tokens tell a division from a product")
+            if len(telling):
+                break
+        b.store(f"ties{i}.hidden_states", inputs.hidden_states[telling])
+        b.store(f"ties{i}.topk_ids", inputs.topk_ids[telling])
+        b.store(f"ties{i}.topk_weights", inputs.topk_weights[telling])
+        b.case("ties in requantization", name, weights, f"ties{i}", chosen)
+
+
+_TIE_TOKENS = 6
+
+
+def _telling_tokens(scheme: Scheme, weights: MoEWeights, inputs: MoEInputs) -> torch.Tensor:
+    """Tokens (top-k 1) whose SwiGLU output quantizes to other codes when divided by the scale."""
+    _, trace = moe_forward(scheme, weights, inputs)
+    rule, static = scheme.requantize, scheme.fc2_activation_dequant_scale
+    assert rule is not None
+    values = trace["activation"].tensors["values"]
+    codes = [quantize_activation(values, replace(rule, apply=apply), static).codes for apply in Apply]
+    return trace["dispatch"].tensors["token"][(codes[0] != codes[1]).any(1)]
+
+
 def _dense_weights(b: _Builder, prefix: str, experts: int, hidden: int, intermediate: int, seed: int) -> None:
     b.generate(f"{prefix}.w13", "normal", seed=seed, shape=[experts, 2 * intermediate, hidden], scale=0.06)
     b.generate(f"{prefix}.w2", "normal", seed=seed + 1, shape=[experts, hidden, intermediate], scale=0.08)
 
 
-def _packed_weights(
-    b: _Builder, prefix: str, block: int, low: int, high: int, seed: int, shape=(_EXPERTS, _HIDDEN, _INTERMEDIATE)
-) -> None:
+def _packed_weights(b: _Builder, prefix: str, block: int, low: int, high: int, seed: int) -> None:
     """Every code, and scale codes from low to high, at random."""
-    experts, hidden, intermediate = shape
-    for i, (leg, rows, k) in enumerate((("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate))):
-        b.generate(f"{prefix}.{leg}", "integers", seed=seed + i, shape=[experts, rows, k // 2], low=0, high=255)
-        scales = [experts, rows, k // block]
+    for i, (leg, rows, k) in enumerate((("w13", 2 * _INTERMEDIATE, _HIDDEN), ("w2", _HIDDEN, _INTERMEDIATE))):
+        b.generate(f"{prefix}.{leg}", "integers", seed=seed + i, shape=[_EXPERTS, rows, k // 2], low=0, high=255)
+        scales = [_EXPERTS, rows, k // block]
         b.generate(f"{prefix}.{leg}_scale", "integers", seed=seed + 2 + i, shape=scales, low=low, high=high)
 
 
@@ -238,7 +335,7 @@ def _special_inputs(b: _Builder) -> None:
     b.generate("plain.hidden_states", "normal", seed=20, shape=[_TOKENS, _HIDDEN], scale=1.0)
     b.store("plain.topk_ids", _routing(_TOKENS, _TOP_K, _EXPERTS, seed=21))
     b.store("plain.topk_weights", _routing_weights(_TOKENS, _TOP_K, seed=22))
-    tiny = torch.randn(_TOKENS, _HIDDEN, generator=_random(18)) * 10.0 ** torch.linspace(-27, -39, _TOKENS)[:, None]
+    tiny = torch.randn(_TOKENS, _HIDDEN, generator=_random(18)) * 10.0 ** torch.linspace(-27, -33, _TOKENS)[:, None]
     b.store("tiny.hidden_states", tiny.bfloat16())
     for name in ("topk_ids", "topk_weights"):
         b.alias(f"tiny.{name}", f"plain.{name}")

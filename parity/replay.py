@@ -52,16 +52,16 @@ def shipped_recordings() -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def replay(recording: Recording, cases: Iterable[Case], progress: Callable[[Case], Progress]) -> Iterator[Result]:
+def replay_cases(recording: Recording, cases: Iterable[Case], progress: Callable[[Case], Progress]) -> Iterator[Result]:
     """Run each case through the reference. Yields one Result per case, in order.
 
     Raises RecordingError when a case cannot be run: an unknown scheme or kind, tensors that do not fit it.
     """
     source = recording.source
-    version = f"flashinfer {source['flashinfer']}"
     for case in cases:
         start = time.perf_counter()
         tensors = recording.roles(case)
+        library = "flashinfer" if case.kind == "moe" else "torch"
         try:
             scheme, found, expected = _KINDS[case.kind](case, tensors, progress(case))
             differing, first = compare_bits(found, expected)
@@ -71,8 +71,8 @@ def replay(recording: Recording, cases: Iterable[Case], progress: Callable[[Case
             recording=recording.path.stem,
             case=case.title,
             scheme=scheme,
-            hardware=f"{source['hardware']} ({source['compute_capability']})",
-            version=version if case.kind == "moe" else f"torch {source['torch']}",
+            hardware=f"{source.get('hardware')} ({source.get('compute_capability')})",
+            version=f"{library} {source.get(library, 'of unknown version')}",
             elements=found.numel(),
             differing=differing,
             first=first,

@@ -38,6 +38,7 @@ class Format:
     max_code: int  #: code of the largest finite magnitude
     nan_code: int  #: what NaN becomes: the canonical NaN, or `max_code` where the format has none
     inf_code: int | None = None
+    dtype: torch.dtype | None = None  #: torch's dtype for one code per byte
     signed: bool = True
 
     def __str__(self) -> str:
@@ -68,9 +69,9 @@ class Format:
 
 
 E2M1 = Format("E2M1", 2, 1, bias=1, max_code=0x7, nan_code=0x7)
-E4M3 = Format("E4M3", 4, 3, bias=7, max_code=0x7E, nan_code=0x7F)
-E5M2 = Format("E5M2", 5, 2, bias=15, max_code=0x7B, nan_code=0x7F, inf_code=0x7C)
-UE8M0 = Format("UE8M0", 8, 0, bias=127, max_code=0xFE, nan_code=0xFF, signed=False)
+E4M3 = Format("E4M3", 4, 3, bias=7, max_code=0x7E, nan_code=0x7F, dtype=torch.float8_e4m3fn)
+E5M2 = Format("E5M2", 5, 2, bias=15, max_code=0x7B, nan_code=0x7F, inf_code=0x7C, dtype=torch.float8_e5m2)
+UE8M0 = Format("UE8M0", 8, 0, bias=127, max_code=0xFE, nan_code=0xFF, signed=False, dtype=torch.float8_e8m0fnu)
 
 
 @cache
@@ -99,10 +100,13 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Values of `codes`, exactly.
 
     codes: any shape, uint8 (or a one-byte float dtype, viewed as its bytes). Returns float32 of that shape.
-    Every NaN code gives NaN; -0 keeps its sign.
+    Every NaN code gives NaN; -0 keeps its sign. Raises ValueError for wider dtypes and, in E2M1, codes above 15.
     """
-    if codes.dtype != torch.uint8:
-        codes = codes.view(torch.uint8)
+    if codes.dtype.itemsize != 1:
+        raise ValueError(f"codes must be uint8 or a one-byte float dtype, got {codes.dtype}")
+    codes = codes.view(torch.uint8)
+    if fmt.bits < 8 and codes.numel() and int(codes.max()) >> fmt.bits:
+        raise ValueError(f"codes must be below {1 << fmt.bits} in {fmt}, got {int(codes.max())}")
     return fmt.values[codes.int()]
 
 

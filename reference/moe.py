@@ -9,7 +9,7 @@ from .exchange import Routes, combine, dispatch, route_terms
 from .formats import decode
 from .gemm import expert_gemm
 from .quantize import quantize_activation
-from .scheme import Scheme
+from .scheme import ScaleSource, Scheme
 from .types import Exactness, MoEInputs, MoEWeights, Stage, Trace
 from .validate import check_arguments
 from .weights import load_operand
@@ -53,7 +53,8 @@ def moe_forward(
         received = _received(table, staged, ranks)
         stages.append(Stage("dispatch", rank, Exactness.EXACT, received))
         collected: dict[str, list[dict[str, torch.Tensor]]] = {name: [] for name in _EXPERT_STAGES}
-        for expert in table.expert.unique().tolist():
+        first = rank * (weights.num_experts // len(ranks))
+        for expert in table.expert.unique().tolist() or [first]:  # without routes: empty rows of the right shape
             mine = table.expert == expert
             for name, tensors in _expert(scheme, weights, expert, {k: v[mine] for k, v in received.items()}).items():
                 collected[name].append(tensors)
@@ -62,12 +63,12 @@ def moe_forward(
                 progress(done, total)
         merged = {name: _concatenate(parts) for name, parts in collected.items()}
         stages += [Stage(name, rank, _exactness(scheme, name), tensors) for name, tensors in merged.items()]
-        outputs.append(merged["fc2"].get("values", torch.empty(0, hidden, dtype=torch.bfloat16)))
+        outputs.append(merged["fc2"]["values"])
 
     combined = []
     for rank, rank_inputs in enumerate(ranks):
         ids = rank_inputs.topk_ids
-        before = workspace[rank] if workspace else torch.zeros(*ids.shape, hidden, dtype=torch.bfloat16)
+        before = workspace[rank] if workspace is not None else torch.zeros(*ids.shape, hidden, dtype=torch.bfloat16)
         terms = route_terms(rank, routes, outputs, before)
         combined.append(combine(terms, ids, scheme.combine))
         stages.append(Stage("combine", rank, Exactness.EXACT, {"terms": terms, "values": combined[-1]}))
@@ -86,7 +87,9 @@ def _stage(scheme: Scheme, inputs: MoEInputs) -> tuple[torch.Tensor, torch.Tenso
     if inputs.hidden_states.dtype is torch.bfloat16:
         quantized = quantize_activation(inputs.hidden_states, scheme.stage, static)
         return decode(quantized.codes, scheme.stage.element), quantized.scales
-    scales = torch.full((tokens, 1), static) if inputs.scales is None else inputs.scales
+    scales = inputs.scales
+    if scales is None or scheme.stage.source is ScaleSource.STATIC:
+        scales = torch.full((tokens, 1), static)
     return decode(inputs.hidden_states, scheme.stage.element), scales
 
 
@@ -128,7 +131,7 @@ def _expert(
 
 
 def _concatenate(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {key: torch.cat([part[key] for part in parts]) for key in (parts[0] if parts else ())}
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
 def _exactness(scheme: Scheme, stage: str) -> Exactness:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+
 from .formats import Format, Overflow
 from .tensor_core import TensorCore
 
@@ -35,7 +37,10 @@ class ScaleSource(Enum):
 
 
 class Apply(Enum):
-    """How a scale is applied before rounding. The two differ by a rounding, so near ties by a code."""
+    """How a scale is applied before rounding. The two differ by a rounding, so near ties by a code.
+
+    For scales from the amax of bf16 values no E4M3 code tells them apart; for static scales and float32 values some do.
+    """
 
     DIVIDE = "one IEEE division"
     RECIPROCAL = "multiplication by the rounded reciprocal"
@@ -102,7 +107,8 @@ class Scheme:
     """One row of the registry. `name` is FlashInfer's registry name; `knobs` tells its variants apart."""
 
     name: str
-    #: knob of FlashInfer's config -> the values that select this record; the first is written in reports.
+    #: knob of FlashInfer's config -> the values that select this record; the first is written in reports. A knob that
+    #: changes no bit here is left out.
     knobs: Mapping[str, tuple] = field(hash=False)
     weights: Weights
     stage: ActivationQuant | None  #: quantization of hidden_states; None: bf16 as it is
@@ -113,7 +119,7 @@ class Scheme:
     hidden_multiple: int  #: alignment of H
     intermediate_multiple: int  #: alignment of I
     packed_weights: bool  #: the kernel takes quantized weights with their scales
-    dense_weights: bool  #: the kernel takes bf16 weights (and quantizes them where the scheme is quantized)
+    dense_weights: tuple[torch.dtype, ...]  #: dtypes of unquantized weights that the backend takes (and quantizes)
     gate_up_clamp: float | None
     fc1_activation_dequant_scale: float = 1.0  #: static scale of `stage` (ScaleSource.STATIC)
     fc2_activation_dequant_scale: float = 1.0  #: static scale of `requantize`

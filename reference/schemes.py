@@ -7,12 +7,16 @@ Source: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm90` and `moe_ep/kernel_
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from .formats import E4M3, E5M2, Format, Overflow, cast_overflow
 from .scheme import ActivationQuant, Apply, Combine, Evidence, Gemm, KOrder, Place, ScaleSource, Scheme, Weights
 from .tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, TensorCore
 
 # --- packed FP4 weights, FP8 activations: NVFP4 and MXFP4 share everything but the weight operand ---------------
 
+#: Dense weights that the quantizing backends take.
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 #: One scale per token over all of H; a true division.
 _PER_TOKEN = ActivationQuant(E4M3, None, ScaleSource.AMAX, Apply.DIVIDE, Overflow.SATURATE, tiny_path=True)
 #: One scale per 64 SwiGLU outputs; a multiplication by the reciprocal.
@@ -30,7 +34,7 @@ _NVFP4 = Scheme(
     hidden_multiple=128,
     intermediate_multiple=128,
     packed_weights=True,
-    dense_weights=True,
+    dense_weights=_FLOATS,
     gate_up_clamp=10.0,
     evidence=Evidence.VERIFIED,
 )
@@ -47,17 +51,21 @@ _MXFP4 = replace(
     name="sm90_fp8_mxfp4_bf16_pull_cutedsl",
     knobs={},
     weights=Weights.MXFP4,
-    dense_weights=False,
+    dense_weights=(),
 )
 
 # --- FP8 weights and activations ---------------------------------------------------------------------------------
 
 
+#: K of `mma_tiler_mnk` that have a record. FlashInfer's default is 128; it takes any multiple.
+_TILE_K = (128, 256)
+
+
 def _fp8_blockwise(kind: str, element: Format, core: TensorCore) -> Scheme:
     return Scheme(
         name="sm90_fp8_fp8_bf16_pull_cutedsl",
-        # Blockwise always promotes per K block: the accumulation mode changes nothing.
-        knobs={"fp8_scale_mode": ("blockwise",), "kind": (kind,), "fp8_accum_mode": ("1xacc", "2xacc")},
+        # Always promoted per scale block: neither the accumulation mode nor the tile changes a bit.
+        knobs={"fp8_scale_mode": ("blockwise",), "kind": (kind,)},
         weights=Weights.FP8_BLOCK_128,
         stage=ActivationQuant(element, 128, ScaleSource.AMAX, Apply.DIVIDE, cast_overflow(element)),
         fc1=Gemm(core, 128, promote=Place.BOTH, epilogue=Place.NONE),
@@ -67,17 +75,19 @@ def _fp8_blockwise(kind: str, element: Format, core: TensorCore) -> Scheme:
         hidden_multiple=128,
         intermediate_multiple=128,
         packed_weights=True,
-        dense_weights=True,
+        dense_weights=_FLOATS,
         gate_up_clamp=None,
         evidence=Evidence.VERIFIED,
     )
 
 
-def _fp8_per_tensor(kind: str, element: Format, core: TensorCore, accum_mode: str) -> Scheme:
-    gemm = Gemm(core, {"1xacc": None, "2xacc": 128}[accum_mode], promote=Place.NONE, epilogue=Place.BOTH)
+def _fp8_per_tensor(kind: str, element: Format, core: TensorCore, tile_k: int | None) -> Scheme:
+    """tile_k: None for 1xacc; for 2xacc the tile's K, after which each chain is added to the long-lived sum."""
+    knobs = {"fp8_scale_mode": ("per_tensor",), "kind": (kind,), "fp8_accum_mode": ("2xacc" if tile_k else "1xacc",)}
+    gemm = Gemm(core, tile_k, promote=Place.NONE, epilogue=Place.BOTH)
     return Scheme(
         name="sm90_fp8_fp8_bf16_pull_cutedsl",
-        knobs={"fp8_scale_mode": ("per_tensor",), "kind": (kind,), "fp8_accum_mode": (accum_mode,)},
+        knobs=knobs | ({"mma_tiler_k": (tile_k,)} if tile_k else {}),
         weights=Weights.FP8_PER_EXPERT,
         stage=ActivationQuant(element, None, ScaleSource.STATIC, Apply.RECIPROCAL, cast_overflow(element)),
         fc1=gemm,
@@ -87,7 +97,7 @@ def _fp8_per_tensor(kind: str, element: Format, core: TensorCore, accum_mode: st
         hidden_multiple=64,
         intermediate_multiple=64,
         packed_weights=True,
-        dense_weights=True,
+        dense_weights=_FLOATS,
         gate_up_clamp=None,
         evidence=Evidence.VERIFIED,
     )
@@ -107,7 +117,7 @@ _BF16 = Scheme(
     hidden_multiple=256,
     intermediate_multiple=64,
     packed_weights=False,
-    dense_weights=True,
+    dense_weights=(torch.bfloat16,),
     gate_up_clamp=None,
     evidence=Evidence.VERIFIED,
 )
@@ -117,10 +127,8 @@ SCHEMES: tuple[Scheme, ...] = (
     _NVFP4,
     _NVFP4_NATURAL,
     _MXFP4,
-    _fp8_per_tensor("fp8_e4m3", E4M3, HOPPER_E4M3, "1xacc"),
-    _fp8_per_tensor("fp8_e4m3", E4M3, HOPPER_E4M3, "2xacc"),
-    _fp8_per_tensor("fp8_e5m2", E5M2, HOPPER_E5M2, "1xacc"),
-    _fp8_per_tensor("fp8_e5m2", E5M2, HOPPER_E5M2, "2xacc"),
+    *(_fp8_per_tensor("fp8_e4m3", E4M3, HOPPER_E4M3, tile_k) for tile_k in (None, *_TILE_K)),
+    *(_fp8_per_tensor("fp8_e5m2", E5M2, HOPPER_E5M2, tile_k) for tile_k in (None, *_TILE_K)),
     _fp8_blockwise("fp8_e4m3", E4M3, HOPPER_E4M3),
     _fp8_blockwise("fp8_e5m2", E5M2, HOPPER_E5M2),
     _BF16,
@@ -132,22 +140,26 @@ _STATIC_SCALES = ("fc1_activation_dequant_scale", "fc2_activation_dequant_scale"
 def find_scheme(name: str, **options: Any) -> Scheme:
     """The record for a FlashInfer registry name and config options, with the options' numbers filled in.
 
-    options: the knobs that select among variants (`nvfp4_kperm`; `fp8_scale_mode`, `fp8_accum_mode`, `kind`), and the
-    numbers `gate_up_clamp` and, for FP8 per tensor, `fc1_activation_dequant_scale` and `fc2_activation_dequant_scale`.
-    The names are those of FlashInfer's config classes; what is left out takes FlashInfer's default.
+    options: the knobs that select among variants (`nvfp4_kperm`; `fp8_scale_mode`, `kind`, `fp8_accum_mode`, and
+    `mma_tiler_k` for the K of `mma_tiler_mnk`), and the numbers `gate_up_clamp` (FlashInfer's alias for it is
+    `activation_clamp`) and, for FP8 per tensor, `fc1_activation_dequant_scale` and `fc2_activation_dequant_scale`. The
+    names are those of FlashInfer's config classes; what is left out takes FlashInfer's default.
 
     Raises ValueError for an unknown name, option or value, listing what is allowed.
     """
     records = [scheme for scheme in SCHEMES if scheme.name == name]
     if not records:
         raise ValueError(f"name: no scheme {name!r}; known: {', '.join(sorted({s.name for s in SCHEMES}))}")
-    knobs = {knob: sorted({value for r in records for value in r.knobs[knob]}) for knob in records[0].knobs}
+    knobs: dict[str, list] = {}
+    for scheme in records:
+        for knob, values in scheme.knobs.items():
+            knobs.setdefault(knob, []).extend(value for value in values if value not in knobs.get(knob, []))
     for knob in knobs.keys() & options.keys():
         value = options[knob]
         if not any(type(value) is type(allowed) and value == allowed for allowed in knobs[knob]):
             raise ValueError(f"{knob}: {value!r} is not one of {knobs[knob]}")
-    wanted = {knob: options.get(knob, values[0]) for knob, values in records[0].knobs.items()}
-    (record,) = (r for r in records if all(wanted[knob] in r.knobs[knob] for knob in wanted))
+    wanted = {knob: options.get(knob, values[0]) for knob, values in knobs.items()}
+    (record,) = (r for r in records if all(wanted[knob] in values for knob, values in r.knobs.items()))
     static = record.stage is not None and record.stage.source is ScaleSource.STATIC
     numbers = ("gate_up_clamp", *_STATIC_SCALES) if static else ("gate_up_clamp",)
     for option in options.keys() - knobs.keys():

@@ -4,7 +4,7 @@ Every generation adds all products of one instruction and the accumulator C in o
 the largest exponent among them and cutting what falls below:
 
     e(x)   exponent of x as encoded: floor(log2|x|), but at least the format's minimum (subnormals)
-    E      max over the non-zero products of e(a_k) + e(b_k), and e(C)
+    E      max over the non-zero products of e(a_k) + e(b_k), and e(C); at least -133
     t_k    a_k * b_k truncated toward zero to a multiple of 2^(E - fraction_bits); C likewise
     D      the exact sum of the t, truncated toward zero to `output_bits` fraction bits
 
@@ -22,8 +22,9 @@ import torch
 from .formats import E4M3, E5M2
 from .fp32 import canonical_nan, floor_log2, power_of_two, truncate
 
-#: Exponent given to zeros, so that they never decide E. Low enough to lose against every product of two formats
-#: (bf16 reaches -252), high enough for 2^(fraction_bits - E) to stay a float64.
+#: E is never lower. Recorded for bf16; the products of the FP8 formats stay above it.
+_LOWEST_TOP = -133
+#: Exponent given to zeros, so that they never decide E.
 _EXPONENT_OF_ZERO = -600
 
 #: Products held at once, in elements: bounds the memory of a GEMM of any size (one float each, a few buffers).
@@ -61,7 +62,7 @@ def _dot_add(core: TensorCore, a, b, exponent_a, exponent_b, c, scratch):
     a: `[k, M, 1]`, b: `[k, 1, N]`, their exponents likewise, c: `[M, N]`, scratch: two `[k, M, N]` buffers.
     """
     products, terms = scratch
-    top = torch.maximum((exponent_a + exponent_b).amax(0), _exponents(c, -126).to(torch.int16))
+    top = torch.maximum((exponent_a + exponent_b).amax(0), _exponents(c, -126).to(torch.int16)).clamp(min=_LOWEST_TOP)
     scale = power_of_two(core.fraction_bits - top)
     torch.mul(a, b, out=products)
     # Beyond these limits C alone decided `top`, and every product is zero or infinite.

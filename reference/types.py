@@ -11,12 +11,14 @@ import torch
 class MoEWeights:
     """Expert weights of the whole layer in canonical order; rank r of R owns experts [r * E/R, (r + 1) * E/R).
 
-    Dense: w13 `[E, 2I, H]` (gate rows first, then up rows) and w2 `[E, H, I]`, bf16; every scale None.
+    Dense: w13 `[E, 2I, H]` (gate rows first, then up rows) and w2 `[E, H, I]`, bf16 (where the backend quantizes them
+    also fp16 or float32); every scale None.
     NVFP4: uint8, two E2M1 codes per byte, even K low: w13 `[E, 2I, H/2]`, w2 `[E, H, I/2]`; w13_scale `[E, 2I, H/16]`,
     w2_scale `[E, H, I/16]`, E4M3 codes; global scales float32, scalar or `[E]`, decode direction (None: 1).
     MXFP4: the same payload; scales UE8M0 codes per 32, no global scale.
     FP8: codes `[E, 2I, H]` and `[E, H, I]` (uint8 or torch float8); scales float32, `[E]` per expert or
-    `[E, N/128, K/128]` blockwise, in the row order of the kernel (see `quantize_fp8_block_128`).
+    `[E, N/128, K/128]` blockwise, in the row order of the kernel (see `quantize_fp8_block_128`). FlashInfer takes these
+    as transformed weights only.
     """
 
     w13: torch.Tensor
@@ -42,7 +44,8 @@ class MoEInputs:
     hidden_states: `[T, H]` bf16; or FP8 codes (torch float8 dtype) that were quantized before, with their `scales`.
     topk_ids: `[T, top_k]` int64 or int32, global expert ids; negative means masked: that slot adds nothing.
     topk_weights: `[T, top_k]` float32.
-    scales: None, or float32 `[T, 1]` (per token) or `[T, H/128]` (blockwise).
+    scales: None for bf16; beside FP8 codes float32 `[T, 1]` (per token) or `[T, H/128]` (blockwise). Per-tensor FP8 has
+    a static scale and ignores them, as the kernel does.
     """
 
     hidden_states: torch.Tensor
@@ -62,7 +65,18 @@ class Exactness(Enum):
 
 @dataclass(frozen=True)
 class Stage:
-    """One named step on one EP rank. Tensors have a row per token (stage, combine) or per route (all others)."""
+    """One named step on one EP rank.
+
+    | stage      | tensors                                                                                          |
+    |------------|--------------------------------------------------------------------------------------------------|
+    | stage      | values `[T, H]` operand values, scales `[T, blocks]`: the quantized tokens                       |
+    | dispatch   | values, scales, topk_weights, source_rank, token, slot, expert: one row per received route       |
+    | fc1        | gate, up `[routes, I]` float32, descaled                                                         |
+    | activation | values `[routes, I]` float32: SwiGLU times the routing weight                                    |
+    | requantize | values `[routes, I]` operand values, scales `[routes, blocks]`                                   |
+    | fc2        | values `[routes, H]` bf16, descaled: what travels back                                           |
+    | combine    | terms `[T, top_k, H]` bf16 as they arrived, values `[T, H]` bf16: the output                     |
+    """
 
     name: str
     rank: int

@@ -12,7 +12,6 @@ from .types import MoEInputs, MoEWeights
 #: The kernels' dispatch lays 32 // top_k tokens across a warp.
 MAX_TOP_K = 32
 
-_FP8_DTYPES = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 _PACKED_FP4 = (Weights.NVFP4, Weights.MXFP4)
 
 
@@ -33,11 +32,16 @@ def check_arguments(
     max_tokens_per_rank: int | None,
     workspace: Sequence[torch.Tensor] | None,
 ) -> None:
-    """Raise InputError unless the scheme's backend would take these arguments.
+    """Raise InputError unless the arguments have a defined result under the scheme.
 
-    Values are checked where the backend checks them, and ids above the range, which it does not. NaN and infinity in
-    activations, bf16 weights of FP8 and bf16 schemes, and routing weights are legal: they travel through.
+    Values are checked where FlashInfer's backend checks them, and ids above the range, which it does not. NaN and
+    infinity in activations, dense weights of FP8 and bf16 schemes, and routing weights are legal: they travel through.
     """
+    _require(isinstance(scheme, Scheme), "scheme", "a Scheme (see find_scheme)", repr(scheme))
+    for owner, rank in ((weights, None), *((inputs, rank) for rank, inputs in enumerate(ranks))):
+        for name, value in vars(owner).items():
+            optional = "scale" in name and value is None
+            _require(optional or isinstance(value, torch.Tensor), name, "a torch.Tensor", type(value).__name__, rank)
     hidden = _check_weights(scheme, weights)
     experts = weights.num_experts
     _require(len(ranks) > 0, "inputs", "at least one rank", "an empty sequence")
@@ -46,8 +50,8 @@ def check_arguments(
         _check_tokens(scheme, inputs, hidden, max_tokens_per_rank, rank)
         _check_routing(inputs, experts, ranks[0].topk_ids, rank)
     if workspace is not None:
-        same = len(workspace) == len(ranks)
-        _require(same, "workspace", f"one tensor for each of {len(ranks)} ranks", len(workspace))
+        same = not isinstance(workspace, torch.Tensor) and len(workspace) == len(ranks)
+        _require(same, "workspace", f"a sequence of one tensor for each of {len(ranks)} ranks", len(workspace))
         for rank, terms in enumerate(workspace):
             shape = [*ranks[rank].topk_ids.shape, hidden]
             fits = terms.dtype is torch.bfloat16 and list(terms.shape) == shape
@@ -65,7 +69,7 @@ def _check_tokens(scheme: Scheme, inputs: MoEInputs, hidden: int, max_tokens: in
         return
     if scheme.stage is None:
         raise InputError(f"hidden_states (rank {rank}) must be bfloat16, got {x.dtype}")
-    staged = _FP8_DTYPES[str(scheme.stage.element)]
+    staged = scheme.stage.element.dtype
     _require(x.dtype is staged, "hidden_states", f"bfloat16, or {staged} with scales", x.dtype, rank)
     if scheme.stage.source is ScaleSource.STATIC:
         return  # whatever scales travel along are not used
@@ -128,18 +132,19 @@ def _check_kind(scheme: Scheme, weights: MoEWeights, leg: str) -> None:
     """bf16 or quantized, as the scheme's backend takes it."""
     payload, scale = getattr(weights, leg), f"{leg}_scale"
     if not weights.quantized:
-        wanted = "bfloat16 (or quantized, with w13_scale and w2_scale)"
-        if not scheme.dense_weights:
-            wanted = f"packed FP4 with scales: {scheme.name} does not quantize bf16 weights"
-        _require(scheme.dense_weights and payload.dtype is torch.bfloat16, leg, wanted, payload.dtype)
+        wanted = f"packed FP4 with scales: {scheme.name} does not quantize weights"
+        if scheme.dense_weights:
+            wanted = f"{' or '.join(map(str, scheme.dense_weights))}, or quantized with w13_scale and w2_scale"
+        _require(payload.dtype in scheme.dense_weights, leg, wanted, payload.dtype)
         name = f"{leg}_global_scale"
-        _require(getattr(weights, name) is None, name, "None with bf16 weights", "a tensor")
+        _require(getattr(weights, name) is None, name, "None with dense weights", "a tensor")
         return
     _require(scheme.packed_weights, scale, f"None: {scheme.name} takes bf16 weights only", "a tensor")
     dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
     if scheme.weights not in _PACKED_FP4:
         assert scheme.stage is not None
-        dtypes = (torch.uint8, _FP8_DTYPES[str(scheme.stage.element)])
+        assert scheme.stage.element.dtype is not None
+        dtypes = (torch.uint8, scheme.stage.element.dtype)
     _require(payload.dtype in dtypes, leg, f"{' or '.join(map(str, dtypes))} with scales", payload.dtype)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp4ep.parity.recording import Case, Recording
-from fp4ep.parity.replay import SPECIAL_FUNCTIONS, compare_bits, replay, shipped_recordings
+from fp4ep.parity.replay import SPECIAL_FUNCTIONS, compare_bits, replay_cases, shipped_recordings
 from fp4ep.reference import tensor_core
 from fp4ep.reference.scheme import Evidence
 from fp4ep.reference.schemes import SCHEMES, find_scheme
@@ -46,7 +46,7 @@ def quiet(case: Case):
 )
 def test_shipped_case_replays(path, index):
     recording = opened(path)
-    (result,) = replay(recording, recording.cases[index : index + 1], quiet)
+    (result,) = replay_cases(recording, recording.cases[index : index + 1], quiet)
     assert result.first is None
     assert result.differing == 0
     assert result.elements > 0
@@ -79,7 +79,7 @@ def test_results_of_a_small_recording(tmp_path, writer):
     path = tmp_path / "small.safetensors"
     writer.write(path)
     recording, shares = Recording(path), []
-    results = list(replay(recording, recording.cases, lambda case: shares.append))
+    results = list(replay_cases(recording, recording.cases, lambda case: shares.append))
     assert [(r.scheme, r.case, r.version, r.elements) for r in results] == [
         ("sm90_fp8_nvfp4_bf16_pull_cutedsl[nvfp4_kperm=64]", "three tokens", "flashinfer 1.2.3", 3 * 256),
         ("sm90_bf16_bf16_bf16_pull_cutedsl", "three tokens", "flashinfer 1.2.3", 3 * 256),
@@ -108,7 +108,7 @@ def test_one_flipped_bit_is_found(tmp_path, writer, index, output, place, bit):
     writer.store(output, flipped)
     writer.write(path)
     recording = Recording(path)
-    results = list(replay(recording, recording.cases, quiet))
+    results = list(replay_cases(recording, recording.cases, quiet))
     assert [r.differing for r in results] == [int(i == index) for i in range(4)]
     assert results[index].evidence is None
     assert results[index].first.startswith(f"{list(place)}: {float(good[place])!r} (0x")
@@ -123,7 +123,7 @@ def test_an_earlier_launch_is_replayed_first(tmp_path, writer):
     path = tmp_path / "small.safetensors"
     writer.write(path)
     recording = Recording(path)
-    (result,) = replay(recording, recording.cases[1:2], quiet)
+    (result,) = replay_cases(recording, recording.cases[1:2], quiet)
     assert result.differing > 0
     assert result.first.startswith("[2, ")
 
