@@ -57,7 +57,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([r.as_json() for r in results], indent=1))
     else:
-        print_results(results, Console(width=None if sys.stdout.isatty() else 140))
+        print_results(results, Console(width=None if sys.stdout.isatty() else 160))
     return int(any(r.differing for r in results))
 
 

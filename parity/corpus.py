@@ -227,13 +227,13 @@ _TIE_TOKENS, _TIE_TOP_K = 6, 2
 
 
 def _tie_cases(b: _Builder) -> None:
-    """Values that tell a division by the scale from a multiplication by its reciprocal."""
-    options = {"fc1_activation_dequant_scale": 0.03, "fc2_activation_dequant_scale": 0.03}
+    """Values that tell a division by the scale from a multiplication by its reciprocal, however that is made."""
+    options = {"fc1_activation_dequant_scale": 0.425, "fc2_activation_dequant_scale": 0.03}
     rule = find_scheme(FP8, **options).stage
     assert rule is not None
     finite = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()[None]
-    codes = [quantize_activation(finite, replace(rule, apply=apply), 0.03).codes for apply in Apply]
-    values = finite[codes[0] != codes[1]]
+    codes = [quantize_activation(finite, replace(rule, apply=apply), 0.425).codes for apply in Apply]
+    values = finite[(codes[0] != codes[1]) | (codes[1] != codes[2])]
     x = values[torch.randint(0, len(values), (_TIE_TOKENS, _HIDDEN), generator=_random(71))]
     b.store("staging_ties.hidden_states", (x * torch.randn(x.shape, generator=_random(72)).sign()).bfloat16())
     b.store("staging_ties.topk_ids", _routing(_TIE_TOKENS, 1, _EXPERTS, seed=74))
@@ -277,7 +277,8 @@ def _telling_tokens(scheme: Scheme, weights: MoEWeights, inputs: MoEInputs) -> t
     rule, static = scheme.requantize, scheme.fc2_activation_dequant_scale
     assert rule is not None
     values = trace["activation"].tensors["values"]
-    codes = [quantize_activation(values, replace(rule, apply=apply), static).codes for apply in Apply]
+    rules = [replace(rule, apply=apply) for apply in (Apply.DIVIDE, Apply.RECIPROCAL)]
+    codes = [quantize_activation(values, r, static).codes for r in rules]
     return trace["dispatch"].tensors["token"][(codes[0] != codes[1]).any(1)]
 
 

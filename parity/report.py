@@ -14,7 +14,7 @@ def print_results(results: Sequence[Result], console: Console) -> None:
     """The replay table, the first difference of every case that has one, and the sums."""
     table = Table(box=None, pad_edge=False)
     table.add_column("scheme", no_wrap=True)
-    table.add_column("hardware, version")
+    table.add_column("hardware, version", no_wrap=True)
     for heading in ("elements", "differing"):
         table.add_column(heading, justify="right")
     table.add_column("evidence")

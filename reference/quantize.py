@@ -102,7 +102,7 @@ def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scal
     row). Arithmetic of the SM90 kernels (`safe_quantize.py`, `staging.py`, `epilogue_fp8_common.py`):
 
         scale = max(amax * float32(1/max), 1e-30)      the product, not amax / max
-        code  = FP8(value / scale)  or  FP8(value * float32(1/scale))
+        code  = FP8(value applied to scale)            see `Apply`
 
     An all-zero block: scale 1e-30, codes +-0. From amax, a NaN makes the scale and the whole block NaN; an infinity
     makes the scale infinite, the finite values zero and itself NaN. With a static scale a NaN stays a single NaN, and
@@ -114,7 +114,12 @@ def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scal
     else:
         amax = split.abs().amax(-1)
         scale = (amax * _reciprocal_max(rule.element)).clamp(min=SCALE_FLOOR)
-    applied = split / scale[..., None] if rule.apply is Apply.DIVIDE else split * (1 / scale)[..., None]
+    if rule.apply is Apply.DIVIDE:
+        applied = split / scale[..., None]
+    elif rule.apply is Apply.RECIPROCAL:
+        applied = split * (1 / scale)[..., None]
+    else:
+        applied = split * torch.tensor(1 / static_scale, dtype=torch.float32)
     if rule.tiny_path and rule.source is ScaleSource.AMAX:
         tiny = (amax > 0) & (amax < _TINY_AMAX)
         # Two tensors: torch turns `448 / tensor` into a reciprocal and a product, which rounds twice.

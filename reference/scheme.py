@@ -37,13 +37,15 @@ class ScaleSource(Enum):
 
 
 class Apply(Enum):
-    """How a scale is applied before rounding. The two differ by a rounding, so near ties by a code.
+    """How a scale is applied before rounding. They differ by a rounding, so near ties by a code.
 
     For scales from the amax of bf16 values no E4M3 code tells them apart; for static scales and float32 values some do.
     """
 
     DIVIDE = "one IEEE division"
-    RECIPROCAL = "multiplication by the rounded reciprocal"
+    RECIPROCAL = "multiplication by float32(1 / float32(scale))"
+    #: What torch's CUDA division by a Python number does (2.11). Differs where the scale is no float32.
+    RECIPROCAL_OF_NUMBER = "multiplication by float32(1 / scale), the scale a Python number"
 
 
 class Place(Enum):

@@ -89,7 +89,7 @@ def _fp8_per_tensor(kind: str, element: Format, core: TensorCore, tile_k: int | 
         name="sm90_fp8_fp8_bf16_pull_cutedsl",
         knobs=knobs | ({"mma_tiler_k": (tile_k,)} if tile_k else {}),
         weights=Weights.FP8_PER_EXPERT,
-        stage=ActivationQuant(element, None, ScaleSource.STATIC, Apply.RECIPROCAL, cast_overflow(element)),
+        stage=ActivationQuant(element, None, ScaleSource.STATIC, Apply.RECIPROCAL_OF_NUMBER, cast_overflow(element)),
         fc1=gemm,
         requantize=ActivationQuant(element, None, ScaleSource.STATIC, Apply.RECIPROCAL, Overflow.SATURATE),
         fc2=gemm,
