@@ -104,6 +104,8 @@ class Recording:
                 tensor = self._build(name, spec)
                 if _describe(tensor) != (spec["dtype"], spec["shape"]) or sha256(tensor) != spec["sha256"]:
                     raise ValueError("its dtype, shape or checksum is not the recorded one")
+            except RecordingError:
+                raise  # about the tensor this one is made from
             except (SafetensorError, lzma.LZMAError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise RecordingError(f"{self.path}: tensor {name!r} cannot be read: {error!r}") from error
             self._loaded[name] = tensor

@@ -1,0 +1,95 @@
+"""`verified` must mean something: change a rule of a scheme, and a shipped recording has to notice."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp4ep.parity import Recording, shipped_recordings
+from fp4ep.reference import MoEInputs, MoEWeights, Overflow, Scheme, find_scheme, moe_forward
+from fp4ep.reference.scheme import Apply, Combine, KOrder
+
+NVFP4 = ("sm90_fp8_nvfp4_bf16_pull_cutedsl", {})
+MXFP4 = ("sm90_fp8_mxfp4_bf16_pull_cutedsl", {})
+PER_TENSOR = ("sm90_fp8_fp8_bf16_pull_cutedsl", {})
+TWICE = ("sm90_fp8_fp8_bf16_pull_cutedsl", {"fp8_accum_mode": "2xacc"})
+BLOCKWISE = ("sm90_fp8_fp8_bf16_pull_cutedsl", {"fp8_scale_mode": "blockwise"})
+BF16 = ("sm90_bf16_bf16_bf16_pull_cutedsl", {})
+
+#: (scheme, field, change, title of the case that notices). Rules that no legal input can tell apart are left out: a
+#: division from a product where bf16 values meet the scale of their own amax, and overflow where the scale prevents it.
+CHANGES = [
+    (NVFP4, "stage", {"tiny_path": False}, "tiny rows"),
+    (NVFP4, "stage", {"block": 128}, "special values"),
+    (NVFP4, "requantize", {"apply": Apply.DIVIDE}, "ties in requantization"),
+    (NVFP4, "requantize", {"tiny_path": False}, "special values"),
+    (NVFP4, "requantize", {"block": 128}, "special values"),
+    (NVFP4, "fc1", {"chunk": 128}, "special values"),
+    (NVFP4, "fc2", {"chunk": 128}, "special values"),
+    (NVFP4, "fc1", {"k_order": KOrder.NATURAL}, "special values"),
+    (NVFP4, "fc2", {"k_order": KOrder.NATURAL}, "special values"),
+    (NVFP4, "combine", Combine.ALL_SLOTS, "slots masked"),
+    (MXFP4, "stage", {"tiny_path": False}, "tiny rows"),
+    (MXFP4, "requantize", {"apply": Apply.DIVIDE}, "ties in requantization"),
+    (MXFP4, "requantize", {"tiny_path": False}, "special values"),
+    (MXFP4, "fc1", {"k_order": KOrder.KPERM64}, "special values"),
+    (MXFP4, "combine", Combine.ALL_SLOTS, "slots masked"),
+    (PER_TENSOR, "stage", {"apply": Apply.DIVIDE}, "ties in staging"),
+    (PER_TENSOR, "stage", {"apply": Apply.RECIPROCAL}, "ties in staging"),
+    (PER_TENSOR, "stage", {"overflow": Overflow.SATURATE}, "special values"),
+    (PER_TENSOR, "requantize", {"apply": Apply.DIVIDE}, "ties in requantization"),
+    (PER_TENSOR, "requantize", {"overflow": Overflow.NAN}, "special values"),
+    (PER_TENSOR, "fc1", {"chunk": 128}, "special values"),
+    (PER_TENSOR, "combine", Combine.ALL_SLOTS, "slots masked"),
+    (TWICE, "fc1", {"chunk": 256}, "2xacc in the knobs"),
+    (TWICE, "fc2", {"chunk": None}, "2xacc in the knobs"),
+    (BLOCKWISE, "stage", {"tiny_path": True}, "tiny rows"),
+    (BLOCKWISE, "stage", {"block": 256}, "special values"),
+    (BLOCKWISE, "requantize", {"apply": Apply.DIVIDE}, "ties in requantization"),
+    (BLOCKWISE, "requantize", {"block": 128}, "special values"),
+    (BLOCKWISE, "fc2", {"chunk": 128}, "special values"),
+    (BLOCKWISE, "combine", Combine.ALL_SLOTS, "slots masked"),
+    (BF16, "fc1", {"chunk": 16}, "tiny rows"),
+    (BF16, "fc2", {"chunk": 16}, "tiny rows"),
+    (BF16, "combine", Combine.LIVE_SLOTS, "slots masked"),
+]
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    (path,) = (path for path in shipped_recordings() if path.stem == "h200_special_values")
+    return Recording(path)
+
+
+def differing(recording: Recording, case, scheme: Scheme) -> int:
+    tensors = recording.roles(case)
+    expected, previous = tensors.pop("output"), tensors.pop("previous_topk_ids", None)
+    inputs = MoEInputs(**{role: tensors.pop(role) for role in tensors.keys() & vars(MoEInputs)["__dataclass_fields__"]})
+    weights, workspace = MoEWeights(**tensors), None
+    if previous is not None:
+        _, trace = moe_forward(scheme, weights, replace(inputs, topk_ids=previous))
+        workspace = [trace["combine"].tensors["terms"]]
+    output, _ = moe_forward(scheme, weights, inputs, workspace=workspace)
+    return int((output.view(torch.int16) != expected.view(torch.int16)).sum())
+
+
+@pytest.mark.parametrize(
+    ("named", "field", "change", "title"),
+    CHANGES,
+    ids=lambda x: x[0].split("_")[2] if isinstance(x, tuple) else str(x),
+)
+def test_a_changed_rule_is_noticed(recording, named, field, change, title):
+    name, knobs = named
+    wanted = find_scheme(name, **knobs)
+    case = next(
+        case
+        for case in recording.cases
+        if case.scheme == name
+        and case.title.startswith(title)
+        and str(find_scheme(name, **case.options)) == str(wanted)
+    )
+    scheme = find_scheme(name, **case.options)
+    changed = replace(getattr(scheme, field), **change) if isinstance(change, dict) else change
+    assert changed != getattr(scheme, field)
+    assert differing(recording, case, scheme) == 0
+    assert differing(recording, case, replace(scheme, **{field: changed})) > 0
