@@ -37,11 +37,7 @@ def check_arguments(
     Values are checked where FlashInfer's backend checks them, and ids above the range, which it does not. NaN and
     infinity in activations, dense weights of FP8 and bf16 schemes, and routing weights are legal: they travel through.
     """
-    _require(isinstance(scheme, Scheme), "scheme", "a Scheme (see find_scheme)", repr(scheme))
-    for owner, rank in ((weights, None), *((inputs, rank) for rank, inputs in enumerate(ranks))):
-        for name, value in vars(owner).items():
-            optional = "scale" in name and value is None
-            _require(optional or isinstance(value, torch.Tensor), name, "a torch.Tensor", type(value).__name__, rank)
+    _check_types(scheme, weights, ranks)
     hidden = _check_weights(scheme, weights)
     experts = weights.num_experts
     _require(len(ranks) > 0, "inputs", "at least one rank", "an empty sequence")
@@ -56,6 +52,20 @@ def check_arguments(
             shape = [*ranks[rank].topk_ids.shape, hidden]
             fits = terms.dtype is torch.bfloat16 and list(terms.shape) == shape
             _require(fits, "workspace", f"bfloat16 {shape}", _describe(terms), rank)
+
+
+def _check_types(scheme: object, weights: object, ranks: Sequence[object]) -> None:
+    if not isinstance(scheme, Scheme):
+        raise InputError(f"scheme must be a Scheme (see find_scheme), got {scheme!r}")
+    if not isinstance(weights, MoEWeights):
+        raise InputError(f"weights must be MoEWeights, got {type(weights).__name__}")
+    for inputs in ranks:
+        if not isinstance(inputs, MoEInputs):
+            raise InputError(f"inputs must be MoEInputs or a sequence of them, got {type(inputs).__name__}")
+    for owner in (weights, *ranks):
+        for name, value in vars(owner).items():
+            if not (isinstance(value, torch.Tensor) or (value is None and "scale" in name)):
+                raise InputError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
 def _check_tokens(scheme: Scheme, inputs: MoEInputs, hidden: int, max_tokens: int | None, rank: int) -> None:

@@ -237,20 +237,27 @@ CASES: list[tuple[str, Scheme, Mutation, str, str, str]] = [
         "packed FP4 with scales",
         "torch.bfloat16",
     ),
-    ("dense float32", BF16, weights(w13=lambda w: w.float()), "w13", "bfloat16 (or quantized", "torch.float32"),
-    ("dense w2 fp16", NVFP4, weights(w2=lambda w: w.half()), "w2", "bfloat16 (or quantized", "torch.float16"),
-    ("dense global", NVFP4, weights(w13_global_scale=torch.ones(E)), "w13_global_scale", "None with bf16", "tensor"),
+    ("dense float32", BF16, weights(w13=lambda w: w.float()), "w13", "torch.bfloat16, or quantized", "torch.float32"),
+    (
+        "dense w2 fp64",
+        NVFP4,
+        weights(w2=lambda w: w.double()),
+        "w2",
+        "torch.bfloat16 or torch.float16",
+        "torch.float64",
+    ),
+    ("dense global", NVFP4, weights(w13_global_scale=torch.ones(E)), "w13_global_scale", "None with dense", "tensor"),
     ("dense inf", NVFP4, weights(w13=put(-INF, 2)), "w13", "finite", "NaN or infinity in experts [2]"),
     ("dense NaN", NVFP4, weights(w2=put(NAN, [0, 3])), "w2", "finite", "NaN or infinity in experts [0, 3]"),
     # bf16 or quantized: said before anything about shapes
-    ("kind first, dense", NVFP4, weights(w13=lambda w: w[0].float()), "w13", "bfloat16 (or quantized", "torch.float32"),
+    ("kind first, dense", BF16, weights(w13=lambda w: w[0].float()), "w13", "torch.bfloat16, or", "torch.float32"),
     (
         "kind first, w2",
         NVFP4,
-        weights(w13=lambda w: w[0], w2=lambda w: w.half()),
+        weights(w13=lambda w: w[0], w2=lambda w: w.double()),
         "w2",
-        "bfloat16 (or",
-        "torch.float16",
+        "torch.bfloat16 or",
+        "torch.float64",
     ),
     ("kind first, mxfp4", MXFP4, lambda p: replace(p, weights=dense(96)), "w13", "packed FP4", "torch.bfloat16"),
     ("kind first, packed", MXFP4, weights(w13=lambda w: w[0].char()), "w13", "torch.uint8 with scales", "torch.int8"),
@@ -450,6 +457,34 @@ def test_good_problems_pass(scheme):
 )
 def test_good_variants_pass(scheme, mutate):
     check(scheme, mutate(good(scheme)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sm90", None, []), "scheme must be a Scheme (see find_scheme), got 'sm90'"),
+        ((BF16, {}, []), "weights must be MoEWeights, got dict"),
+        ((BF16, dense(), [{}]), "inputs must be MoEInputs or a sequence of them, got dict"),
+        ((BF16, replace(dense(), w2=None), [tokens()]), "w2 must be a torch.Tensor, got NoneType"),
+        ((BF16, dense(), [replace(tokens(), topk_ids=[[0]])]), "topk_ids must be a torch.Tensor, got list"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_types(arguments, message):
+    with pytest.raises(InputError) as raised:
+        moe_forward(*arguments)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dense_dtypes(dtype):
+    """The quantizing backends take them; values that bf16 holds too give the same output."""
+    for scheme in (NVFP4, find_scheme("sm90_fp8_fp8_bf16_pull_cutedsl")):
+        given = dense()
+        wide = replace(given, w13=given.w13.to(dtype), w2=given.w2.to(dtype))
+        narrow = replace(given, w13=wide.w13.bfloat16(), w2=wide.w2.bfloat16())
+        assert torch.equal(wide.w13.float(), narrow.w13.float())
+        assert torch.equal(moe_forward(scheme, wide, tokens())[0], moe_forward(scheme, narrow, tokens())[0])
 
 
 def test_every_check_has_a_row():
