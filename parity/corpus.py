@@ -1,7 +1,7 @@
 """The problems behind the shipped recordings: their tensors and what is run on them.
 
-`build` fills a RecordingWriter and gets every output from a `run` function: the live kernel on a GPU, or anything with
-the same signature.
+The build functions fill a RecordingWriter and get every output from a `run` function: the live kernel on a GPU, or any
+with the same signature.
 """
 
 import itertools

@@ -92,7 +92,7 @@ def _replay_moe(case: Case, tensors: dict[str, torch.Tensor], progress: Progress
         _, trace = moe_forward(scheme, weights, replace(inputs, topk_ids=previous_ids))
         workspace = [trace["combine"].tensors["terms"]]
     found, _ = moe_forward(
-        scheme, weights, inputs, workspace=workspace, progress=lambda done, total: progress(done / total)
+        scheme, weights, inputs, workspace=workspace, progress=lambda done, total: progress(done / max(total, 1))
     )
     return str(scheme), found, expected
 
