@@ -64,8 +64,9 @@ _TILE_K = (128, 256)
 def _fp8_blockwise(kind: str, element: Format, core: TensorCore) -> Scheme:
     return Scheme(
         name="sm90_fp8_fp8_bf16_pull_cutedsl",
-        # Always promoted per scale block: neither the accumulation mode nor the tile changes a bit.
-        knobs={"fp8_scale_mode": ("blockwise",), "kind": (kind,)},
+        # Always promoted per scale block, in either accumulation mode. A wider K tile is taken by FlashInfer 0.7.4 but
+        # gets the wrong scales: tile j those of block j, though it covers blocks 2j and 2j + 1. No record for that.
+        knobs={"fp8_scale_mode": ("blockwise",), "kind": (kind,), "mma_tiler_k": (128,)},
         weights=Weights.FP8_BLOCK_128,
         stage=ActivationQuant(element, 128, ScaleSource.AMAX, Apply.DIVIDE, cast_overflow(element)),
         fc1=Gemm(core, 128, promote=Place.BOTH, epilogue=Place.NONE),
@@ -159,7 +160,11 @@ def find_scheme(name: str, **options: Any) -> Scheme:
         if not any(type(value) is type(allowed) and value == allowed for allowed in knobs[knob]):
             raise ValueError(f"{knob}: {value!r} is not one of {knobs[knob]}")
     wanted = {knob: options.get(knob, values[0]) for knob, values in knobs.items()}
-    (record,) = (r for r in records if all(wanted[knob] in values for knob, values in r.knobs.items()))
+    record = next((r for r in records if all(wanted[knob] in values for knob, values in r.knobs.items())), None)
+    if record is None:
+        raise ValueError(
+            f"{', '.join(options)}: no record of {name} for {wanted}; there are {', '.join(map(str, records))}"
+        )
     static = record.stage is not None and record.stage.source is ScaleSource.STATIC
     numbers = ("gate_up_clamp", *_STATIC_SCALES) if static else ("gate_up_clamp",)
     for option in options.keys() - knobs.keys():

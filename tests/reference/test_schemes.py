@@ -22,14 +22,21 @@ def test_every_record_is_reachable(record):
 
 
 def test_one_record_for_each_combination_of_knobs():
-    """Every combination of a name's knob values selects one record, and every record is selected by one."""
+    """Every combination of a name's knob values selects one record or is refused; every record is selected by one."""
     for name in {record.name for record in SCHEMES}:
         records = [record for record in SCHEMES if record.name == name]
         axes: dict[str, set] = {}
         for record in records:
             for knob, values in record.knobs.items():
                 axes.setdefault(knob, set()).update(values)
-        found = [find_scheme(name, **dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
+        found = []
+        for values in product(*axes.values()):
+            options = dict(zip(axes, values, strict=True))
+            if options.get("fp8_scale_mode") == "blockwise" and options["mma_tiler_k"] == 256:
+                with pytest.raises(ValueError, match=f"no record of {name} for"):  # the kernel misplaces scales there
+                    find_scheme(name, **options)
+            else:
+                found.append(find_scheme(name, **options))
         assert {str(record) for record in found} == {str(record) for record in records}
 
 
