@@ -43,6 +43,7 @@ _GEOMETRY: dict[str, Any] = {
 _TILE_K_256: dict[str, Any] = {"swap_ab": False, "pingpong": False, "mma_tiler_mnk": (64, 128, 256)}
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K, _TOKENS = 8, 512, 256, 4, 24
+_TIE_TOKENS = 6  # kept per case of `_tie_cases`
 
 
 class _Builder:
@@ -207,9 +208,7 @@ def build_large(writer: RecordingWriter, run: Run, report: Callable[[str], None]
     b = _Builder(writer, run, report)
     experts, hidden, intermediate, tokens, top_k = 2, 7168, 2048, 4, 1
     _dense_weights(b, "dense", experts, hidden, intermediate, seed=41)
-    for leg in ("w13", "w2"):
-        for part, suffix in (("codes", ""), ("scales", "_scale")):
-            b.quantize(f"mxfp4.{leg}{suffix}", "mxfp4_floor", f"dense.{leg}", part)
+    _mxfp4_weights(b, "mxfp4", "dense")
     b.generate("large.hidden_states", "normal", seed=50, shape=[tokens, hidden], scale=1.0)
     b.store("large.topk_ids", _routing(tokens, top_k, experts, seed=51))
     b.store("large.topk_weights", _routing_weights(tokens, top_k, seed=52))
@@ -221,9 +220,6 @@ def build_large(writer: RecordingWriter, run: Run, report: Callable[[str], None]
         (BF16, "dense", {}),
     ):
         b.case("H 7168, I 2048", scheme, weights, "large", options)
-
-
-_TIE_TOKENS, _TIE_TOP_K = 6, 2
 
 
 def _tie_cases(b: _Builder) -> None:
@@ -243,9 +239,7 @@ def _tie_cases(b: _Builder) -> None:
     # Requantized values are float32: about one in 2^22 tells, so many tokens are tried and those that tell are kept.
     hidden, intermediate, tried = 128, 512, 1 << 13
     _dense_weights(b, "tie_dense", 2, hidden, intermediate, seed=76)
-    for leg in ("w13", "w2"):
-        for part, suffix in (("codes", ""), ("scales", "_scale")):
-            b.quantize(f"tie_mxfp4.{leg}{suffix}", "mxfp4_floor", f"tie_dense.{leg}", part)
+    _mxfp4_weights(b, "tie_mxfp4", "tie_dense")
     for i, (name, weights, chosen) in enumerate(
         (
             (NVFP4, "tie_dense", {}),
@@ -268,9 +262,6 @@ def _tie_cases(b: _Builder) -> None:
         b.case("ties in requantization", name, weights, f"ties{i}", chosen)
 
 
-_TIE_TOKENS = 6
-
-
 def _telling_tokens(scheme: Scheme, weights: MoEWeights, inputs: MoEInputs) -> torch.Tensor:
     """Tokens (top-k 1) whose SwiGLU output quantizes to other codes when divided by the scale."""
     _, trace = moe_forward(scheme, weights, inputs)
@@ -285,6 +276,13 @@ def _telling_tokens(scheme: Scheme, weights: MoEWeights, inputs: MoEInputs) -> t
 def _dense_weights(b: _Builder, prefix: str, experts: int, hidden: int, intermediate: int, seed: int) -> None:
     b.generate(f"{prefix}.w13", "normal", seed=seed, shape=[experts, 2 * intermediate, hidden], scale=0.06)
     b.generate(f"{prefix}.w2", "normal", seed=seed + 1, shape=[experts, hidden, intermediate], scale=0.08)
+
+
+def _mxfp4_weights(b: _Builder, prefix: str, dense: str) -> None:
+    """The dense weights of another prefix, quantized."""
+    for leg in ("w13", "w2"):
+        for part, suffix in (("codes", ""), ("scales", "_scale")):
+            b.quantize(f"{prefix}.{leg}{suffix}", "mxfp4_floor", f"{dense}.{leg}", part)
 
 
 def _packed_weights(b: _Builder, prefix: str, block: int, low: int, high: int, seed: int) -> None:

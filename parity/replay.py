@@ -1,8 +1,8 @@
 """Replay recordings through the reference and count the bits that differ."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 
 from fp4ep.reference.formats import E4M3, E5M2, decode
 from fp4ep.reference.moe import moe_forward
-from fp4ep.reference.scheme import Evidence
+from fp4ep.reference.scheme import Evidence, Scheme
 from fp4ep.reference.schemes import find_scheme
 from fp4ep.reference.special import ex2_approx, rcp_approx
 from fp4ep.reference.tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, matmul
@@ -81,20 +81,24 @@ def replay_cases(recording: Recording, cases: Iterable[Case], progress: Callable
         )
 
 
-def _replay_moe(case: Case, tensors: dict[str, torch.Tensor], progress: Progress):
-    expected = tensors.pop("output")
-    given = tensors.keys() & {"hidden_states", "topk_ids", "topk_weights", "scales"}
-    inputs = MoEInputs(**{role: tensors.pop(role) for role in given})
-    scheme = find_scheme(case.scheme, **case.options)
-    previous_ids, workspace = tensors.pop("previous_topk_ids", None), None
-    weights = MoEWeights(**tensors)
+def run_moe(scheme: Scheme, tensors: Mapping[str, torch.Tensor], progress: Progress = lambda share: None):
+    """The reference's output for the tensors of a moe case, by role (see `Case`); its `output` is not looked at."""
+    rest = {role: tensor for role, tensor in tensors.items() if role != "output"}
+    previous_ids, workspace = rest.pop("previous_topk_ids", None), None
+    inputs = MoEInputs(**{field.name: rest.pop(field.name) for field in fields(MoEInputs) if field.name in rest})
+    weights = MoEWeights(**rest)
     if previous_ids is not None:
         _, trace = moe_forward(scheme, weights, replace(inputs, topk_ids=previous_ids))
         workspace = [trace["combine"].tensors["terms"]]
-    found, _ = moe_forward(
+    output, _ = moe_forward(
         scheme, weights, inputs, workspace=workspace, progress=lambda done, total: progress(done / max(total, 1))
     )
-    return str(scheme), found, expected
+    return output
+
+
+def _replay_moe(case: Case, tensors: dict[str, torch.Tensor], progress: Progress):
+    scheme = find_scheme(case.scheme, **case.options)
+    return str(scheme), run_moe(scheme, tensors, progress), tensors["output"]
 
 
 def _replay_tensor_core(case: Case, tensors: dict[str, torch.Tensor], progress: Progress):

@@ -63,6 +63,11 @@ class Format:
         return float(self.values[self.max_code])
 
     @property
+    def reciprocal_max(self) -> float:
+        """float32 of 1 / max. The kernels multiply by it instead of dividing by max: one ulp apart for some values."""
+        return float(torch.tensor(1.0) / torch.tensor(self.max))
+
+    @property
     def values(self) -> torch.Tensor:
         """`[2^bits]` float32: the value of every code, exactly."""
         return _values(self)

@@ -7,11 +7,6 @@ division.) What torch lacks is here: a fused multiply-add that rounds once, trun
 
 import torch
 
-#: float32 of 1/448 and of 1/57344: the kernels multiply by these instead of dividing by the FP8 maximum, which
-#: differs by one ulp for some arguments.
-RECIPROCAL_E4M3_MAX = float(torch.tensor(1.0) / torch.tensor(448.0))
-RECIPROCAL_E5M2_MAX = float(torch.tensor(1.0) / torch.tensor(57344.0))
-
 
 def floor_log2(values: torch.Tensor) -> torch.Tensor:
     """floor(log2(|x|)) as int32, exact for float32 subnormals. Zero gives -1023, infinity and NaN give 1024."""

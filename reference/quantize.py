@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from .formats import E2M1, E4M3, UE8M0, Format, cast_overflow, decode, encode
-from .fp32 import RECIPROCAL_E4M3_MAX, RECIPROCAL_E5M2_MAX
 from .scales import ScaleRule, ue8m0_scale
 from .scheme import ActivationQuant, Apply, ScaleSource
 
@@ -91,10 +90,6 @@ def dequantize_mx(quantized: Quantized, element: Format) -> torch.Tensor:
     return (blocks(decode(quantized.codes, element), MX_BLOCK) * decode(quantized.scales, UE8M0)[..., None]).flatten(-2)
 
 
-def _reciprocal_max(element: Format) -> float:
-    return RECIPROCAL_E4M3_MAX if element is E4M3 else RECIPROCAL_E5M2_MAX
-
-
 def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scale: float = 1.0) -> Quantized:
     """FP8 codes and float32 scales by a scheme's rule: per token, per block, or static.
 
@@ -113,7 +108,7 @@ def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scal
         scale = torch.full(split.shape[:-1], static_scale)
     else:
         amax = split.abs().amax(-1)
-        scale = (amax * _reciprocal_max(rule.element)).clamp(min=SCALE_FLOOR)
+        scale = (amax * rule.element.reciprocal_max).clamp(min=SCALE_FLOOR)
     if rule.apply is Apply.DIVIDE:
         applied = split / scale[..., None]
     elif rule.apply is Apply.RECIPROCAL:
@@ -131,7 +126,7 @@ def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scal
 
 def quantize_fp8_per_expert(weight: torch.Tensor, element: Format) -> Quantized:
     """One float32 scale for `[N, K]`: max(amax * float32(1/max), 1e-12), then a true division. scales: `[1, 1]`."""
-    scale = (weight.float().abs().amax() * _reciprocal_max(element)).clamp(min=1e-12).reshape(1, 1)
+    scale = (weight.float().abs().amax() * element.reciprocal_max).clamp(min=1e-12).reshape(1, 1)
     return Quantized(encode(weight.float() / scale, element, cast_overflow(element)), scale)
 
 
@@ -143,6 +138,6 @@ def quantize_fp8_block_128(weight: torch.Tensor, element: Format, parts: int) ->
     scales: `[N / 128, K / 128]`.
     """
     split = weight.float().reshape(parts, -1, 128 // parts, weight.shape[-1] // 128, 128)
-    scale = (split.abs().amax((0, 2, 4)) * _reciprocal_max(element)).clamp(min=SCALE_FLOOR)
+    scale = (split.abs().amax((0, 2, 4)) * element.reciprocal_max).clamp(min=SCALE_FLOOR)
     codes = encode(split / scale[None, :, None, :, None], element, cast_overflow(element))
     return Quantized(codes.reshape(weight.shape), scale)

@@ -55,7 +55,7 @@ def ue8m0_scale(amax: torch.Tensor, element: Format, rule: ScaleRule) -> torch.T
         half = 1 << (23 - element.mantissa_bits - 1)
         exponent = ((_bits(amax) + half) >> 23) - 127 - top
     else:
-        bits = _bits(amax * (torch.tensor(1.0) / torch.tensor(element.max)))
+        bits = _bits(amax * element.reciprocal_max)
         return ((bits >> 23) + (bits & 0x7FFFFF != 0)).clamp(max=UE8M0.max_code).to(torch.uint8)
     codes = (exponent + UE8M0.bias).clamp(0, UE8M0.max_code)
     return torch.where(torch.isfinite(amax), codes, UE8M0.nan_code).to(torch.uint8)

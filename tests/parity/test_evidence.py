@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fp4ep.parity import Recording, shipped_recordings
-from fp4ep.reference import MoEInputs, MoEWeights, Overflow, Scheme, find_scheme, moe_forward
+from fp4ep.parity.replay import run_moe
+from fp4ep.reference import Overflow, Scheme, find_scheme
 from fp4ep.reference.scheme import Apply, Combine, KOrder
 
 NVFP4 = ("sm90_fp8_nvfp4_bf16_pull_cutedsl", {})
@@ -63,14 +64,7 @@ def recording() -> Recording:
 
 def differing(recording: Recording, case, scheme: Scheme) -> int:
     tensors = recording.roles(case)
-    expected, previous = tensors.pop("output"), tensors.pop("previous_topk_ids", None)
-    inputs = MoEInputs(**{role: tensors.pop(role) for role in tensors.keys() & vars(MoEInputs)["__dataclass_fields__"]})
-    weights, workspace = MoEWeights(**tensors), None
-    if previous is not None:
-        _, trace = moe_forward(scheme, weights, replace(inputs, topk_ids=previous))
-        workspace = [trace["combine"].tensors["terms"]]
-    output, _ = moe_forward(scheme, weights, inputs, workspace=workspace)
-    return int((output.view(torch.int16) != expected.view(torch.int16)).sum())
+    return int((run_moe(scheme, tensors).view(torch.int16) != tensors["output"].view(torch.int16)).sum())
 
 
 @pytest.mark.parametrize(

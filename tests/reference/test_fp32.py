@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp4ep.reference.formats import E4M3, E5M2
 from fp4ep.reference.fp32 import (
-    RECIPROCAL_E4M3_MAX,
-    RECIPROCAL_E5M2_MAX,
     canonical_nan,
     floor_log2,
     fma,
@@ -203,10 +202,10 @@ def test_truncate_passes_nan_and_infinity():
 
 
 def test_reciprocals_are_rounded_and_not_a_division():
-    assert nearest_float32(Fraction(1, 448)) == RECIPROCAL_E4M3_MAX
-    assert nearest_float32(Fraction(1, 57344)) == RECIPROCAL_E5M2_MAX
+    assert nearest_float32(Fraction(1, 448)) == E4M3.reciprocal_max
+    assert nearest_float32(Fraction(1, 57344)) == E5M2.reciprocal_max
     x = torch.arange(1 << 23, 1 << 24).float()  # every float32 mantissa
-    for reciprocal, maximum in ((RECIPROCAL_E4M3_MAX, 448.0), (RECIPROCAL_E5M2_MAX, 57344.0)):
+    for reciprocal, maximum in ((E4M3.reciprocal_max, 448.0), (E5M2.reciprocal_max, 57344.0)):
         product, quotient = x * reciprocal, x / maximum
         ulps = product.view(torch.int32) - quotient.view(torch.int32)
         assert ulps.abs().max() == 1

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from quantizer_values import half_step, octaves, quick, random_values, rounding_bound, seeds
 
 from fp4ep.reference.formats import E2M1, E4M3, E5M2, UE8M0, decode, encode
 from fp4ep.reference.quantize import (
@@ -23,33 +24,9 @@ INF, NAN = math.inf, math.nan
 F32 = np.float32
 SCALE_FLOOR = F32(1e-30)
 
-quick = settings(max_examples=25, deadline=None)
-seeds = st.integers(0, 2**32 - 1)
-octaves = st.integers(0, 12)
-
-
-def random_values(seed: int, *shape: int, octaves: int = 4, exponent: int = 0) -> torch.Tensor:
-    """Normal values with a magnitude of its own for every 16, spread over `octaves`; some zeros of both signs."""
-    g = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=g)
-    spread = 2.0 ** (torch.rand(*shape[:-1], shape[-1] // 16, generator=g) * octaves + exponent)
-    zeros = torch.rand(shape, generator=g) < 0.05
-    return torch.where(zeros, values * 0.0, values * spread.repeat_interleave(16, -1))
-
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def half_step(magnitude: torch.Tensor, element) -> torch.Tensor:
-    """Half the spacing of `element` at `magnitude` (float64): the bound of round to nearest up to the maximum."""
-    exponent = torch.frexp(magnitude)[1] - 1
-    return 2.0 ** (exponent.clamp(min=element.min_exponent) - element.mantissa_bits - 1).double()
-
-
-def rounding_bound(scaled: torch.Tensor, element) -> torch.Tensor:
-    """Largest distance between `scaled` (float64) and its code's value: half a step, or what saturation cuts off."""
-    return torch.maximum(half_step(scaled.abs(), element), scaled.abs() - element.max)
 
 
 # --- MXFP4, MXFP8 ------------------------------------------------------------------------------------------------
