@@ -1,62 +1,69 @@
-"""Dispatch and combine between EP ranks, as index tables and one sum. Nothing rounds but `combine`."""
+"""Dispatch and combine between EP ranks: tables of rows, one way to move them, one sum. Only `combine` rounds."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .fp32 import canonical_nan
 from .scheme import Combine
 
+#: Columns of equal length, one row per route.
+Rows = dict[str, torch.Tensor]
 
-@dataclass(frozen=True)
-class Routes:
-    """The (token, slot) pairs that one rank receives, sorted by (expert, source rank, token, slot).
+#: Moves rows between ranks. Called with the rows of each rank that this process runs and, for every row, the rank it
+#: goes to (`[rows]` int64); returns what each of these ranks receives, by sender ascending, each sender's order kept.
+Exchange = Callable[[Sequence[Rows], Sequence[torch.Tensor]], list[Rows]]
 
-    Each field is `[routes]` int64. The kernel's own order is that of arrival; no bit depends on it, since every route
-    is a row of its own until `combine`.
+
+def exchange_in_process(rows: Sequence[Rows], destinations: Sequence[torch.Tensor]) -> list[Rows]:
+    """The `Exchange` of a process that runs every rank."""
+    return [
+        concatenate([select(sent, to == rank) for sent, to in zip(rows, destinations, strict=True)])
+        for rank in range(len(rows))
+    ]
+
+
+def select(rows: Rows, index: torch.Tensor) -> Rows:
+    return {name: column[index] for name, column in rows.items()}
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def route_rows(rank: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor, staged: Rows) -> Rows:
+    """What a rank sends: one row per (token, slot) with its quantized payload, scales and routing.
+
+    topk_ids, topk_weights: `[T, top_k]`; staged: columns of length T. Negative ids are masked and travel nowhere; an
+    expert named twice by one token gets the token twice. Ids, ranks, tokens and slots are int64.
     """
+    token, slot = torch.nonzero(topk_ids >= 0, as_tuple=True)
+    routing = {
+        "topk_weights": topk_weights[token, slot],
+        "expert": topk_ids[token, slot].long(),
+        "source_rank": torch.full_like(token, rank),
+        "token": token,
+        "slot": slot,
+    }
+    return select(staged, token) | routing
 
-    source_rank: torch.Tensor
-    token: torch.Tensor
-    slot: torch.Tensor
-    expert: torch.Tensor  #: global id
 
-    def __len__(self) -> int:
-        return len(self.token)
+def by_expert(rows: Rows) -> Rows:
+    """Received rows in the order (expert, source rank, token, slot).
 
-
-def dispatch(topk_ids: Sequence[torch.Tensor], num_experts: int) -> list[Routes]:
-    """Who sends what to whom. topk_ids: one `[T_r, top_k]` per rank; returns one `Routes` per rank.
-
-    Experts are placed linearly: rank r owns the ids [r * E/R, (r + 1) * E/R). Negative ids are masked and travel
-    nowhere; an expert named twice in a row gets the token twice.
+    The kernel's own order is that of arrival; no bit depends on it, since every route is a row of its own until
+    `combine`.
     """
-    found = []
-    for rank, ids in enumerate(topk_ids):
-        token, slot = torch.nonzero(ids >= 0, as_tuple=True)
-        found.append(torch.stack((ids[token, slot].long(), torch.full_like(token, rank), token, slot)))
-    expert, source, token, slot = torch.cat(found, dim=1)
-    order = torch.argsort(expert, stable=True)  # each rank's routes already ascend in (source, token, slot)
-    local = num_experts // len(topk_ids)
-    received = []
-    for rank in range(len(topk_ids)):
-        mine = order[expert[order] // local == rank]
-        received.append(Routes(source[mine], token[mine], slot[mine], expert[mine]))
-    return received
+    return select(rows, torch.argsort(rows["expert"], stable=True))
 
 
-def route_terms(
-    rank: int, routes: Sequence[Routes], route_outputs: Sequence[torch.Tensor], workspace: torch.Tensor
-) -> torch.Tensor:
-    """Send route outputs home: `[T, top_k, hidden]` bf16, rank's workspace with its live slots overwritten.
+def route_terms(returned: Rows, workspace: torch.Tensor) -> torch.Tensor:
+    """`[T, top_k, hidden]` bf16: the workspace, its live slots overwritten by the routes that came back.
 
-    routes and route_outputs (rows bf16): of every rank. A masked slot keeps what the workspace held before.
+    returned: values `[routes, hidden]` bf16, token, slot. A masked slot keeps what the workspace held before.
     """
     terms = workspace.clone()
-    for table, output in zip(routes, route_outputs, strict=True):
-        mine = table.source_rank == rank
-        terms[table.token[mine], table.slot[mine]] = output[mine]
+    terms[returned["token"], returned["slot"]] = returned["values"]
     return terms
 
 

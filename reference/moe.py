@@ -1,21 +1,28 @@
-"""The whole layer, for any number of EP ranks in one process: from staging to combine."""
+"""The whole layer, for any number of EP ranks: from staging to combine.
+
+`moe_forward` runs every rank in this process. `moe_forward_ranks` runs some of them, with the exchange of rows between
+ranks left to its caller.
+"""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from .activation import swiglu
-from .exchange import Routes, combine, dispatch, route_terms
-from .formats import decode
+from .exchange import Exchange, Rows, by_expert, combine, exchange_in_process, route_rows, route_terms
+from .formats import Format
 from .gemm import expert_gemm
-from .quantize import quantize_activation
+from .quantize import Quantized, quantize_activation
 from .scheme import ScaleSource, Scheme
 from .types import Exactness, MoEInputs, MoEWeights, Stage, Trace
 from .validate import check_arguments
 from .weights import load_operand
 
-#: Called after every expert with (routes done, routes in all), for a progress bar.
+#: Called after every expert GEMM with (rows done, rows in all), for a progress bar.
 Progress = Callable[[int, int], None]
+#: Called with every stage as it is made; the layer goes on with the stage it returns.
+Intervention = Callable[[Stage], Stage]
 
 
 def moe_forward(
@@ -26,118 +33,150 @@ def moe_forward(
     max_tokens_per_rank: int | None = None,
     workspace: Sequence[torch.Tensor] | None = None,
     progress: Progress | None = None,
+    intervene: Intervention | None = None,
 ) -> tuple[torch.Tensor | list[torch.Tensor], Trace]:
     """Run one MoE layer as the scheme's kernel does.
 
     inputs: one rank's tokens, or a sequence with one entry per EP rank. Returns the output, `[T, H]` bf16 (a list of
     them for a sequence), and the trace of every stage. max_tokens_per_rank: the kernel's capacity, to be checked.
     workspace: per rank, the `[T, top_k, H]` bf16 route terms that an earlier launch left in the kernel's buffer (None:
-    zeros, a fresh one); only Combine.ALL_SLOTS reads it. Experts run one at a time and GEMMs in bounded tiles, so the
-    memory is the weights, one expert's operands in float32, and the trace.
+    zeros, a fresh one); only Combine.ALL_SLOTS reads it. intervene: sees, and may replace, every stage: to plant a
+    fault, or to go on from what a kernel computed. Experts run one at a time and GEMMs in bounded tiles, so the memory
+    is the weights, one expert's operands in float32, and the trace.
 
     Raises InputError (a ValueError) before any work when an argument does not fit the scheme.
     """
     ranks = [inputs] if isinstance(inputs, MoEInputs) else list(inputs)
     check_arguments(scheme, weights, ranks, max_tokens_per_rank, workspace)
+    trace = moe_forward_ranks(
+        scheme,
+        weights,
+        ranks,
+        ranks=range(len(ranks)),
+        ep_size=len(ranks),
+        exchange=exchange_in_process,
+        workspace=workspace,
+        progress=progress,
+        intervene=intervene,
+    )
+    outputs = [trace["combine", rank].tensors["values"] for rank in range(len(ranks))]
+    return outputs[0] if isinstance(inputs, MoEInputs) else outputs, trace
+
+
+def moe_forward_ranks(
+    scheme: Scheme,
+    weights: MoEWeights,
+    inputs: Sequence[MoEInputs],
+    *,
+    ranks: Sequence[int],
+    ep_size: int,
+    exchange: Exchange,
+    workspace: Sequence[torch.Tensor] | None = None,
+    progress: Progress | None = None,
+    intervene: Intervention | None = None,
+) -> Trace:
+    """The stages of the EP ranks `ranks` out of ep_size, rows moving by `exchange`. Arguments are not checked.
+
+    weights: of these ranks' experts, in order; inputs and workspace: one entry for each of these ranks.
+    """
+    local_experts = weights.num_experts // len(ranks)
     stages: list[Stage] = []
-    hidden = ranks[0].hidden_states.shape[1]
 
-    staged = [_stage(scheme, rank_inputs) for rank_inputs in ranks]
-    for rank, (values, scales) in enumerate(staged):
-        stages.append(Stage("stage", rank, Exactness.EXACT, {"values": values, "scales": scales}))
+    def keep(name: str, tensors: Sequence[Rows]) -> list[Rows]:
+        made = [Stage(name, rank, _exactness(scheme, name), t) for rank, t in zip(ranks, tensors, strict=True)]
+        made = [intervene(stage) for stage in made] if intervene else made
+        stages.extend(made)
+        return [stage.tensors for stage in made]
 
-    routes = dispatch([rank_inputs.topk_ids for rank_inputs in ranks], weights.num_experts)
-    total, done = sum(map(len, routes)), 0
-    outputs = []
-    for rank, table in enumerate(routes):
-        received = _received(table, staged, ranks)
-        stages.append(Stage("dispatch", rank, Exactness.EXACT, received))
-        collected: dict[str, list[dict[str, torch.Tensor]]] = {name: [] for name in _EXPERT_STAGES}
-        first = rank * (weights.num_experts // len(ranks))
-        for expert in table.expert.unique().tolist() or [first]:  # without routes: empty rows of the right shape
-            mine = table.expert == expert
-            for name, tensors in _expert(scheme, weights, expert, {k: v[mine] for k, v in received.items()}).items():
-                collected[name].append(tensors)
-            done += int(mine.sum())
-            if progress:
-                progress(done, total)
-        merged = {name: _concatenate(parts) for name, parts in collected.items()}
-        stages += [Stage(name, rank, _exactness(scheme, name), tensors) for name, tensors in merged.items()]
-        outputs.append(merged["fc2"]["values"])
+    staged = keep("stage", [_stage(scheme, x) for x in inputs])
+    sent = [route_rows(rank, x.topk_ids, x.topk_weights, s) for rank, x, s in zip(ranks, inputs, staged, strict=True)]
+    arrived = exchange(sent, [rows["expert"] // local_experts for rows in sent])
+    received = keep("dispatch", [by_expert(rows) for rows in arrived])
 
-    combined = []
-    for rank, rank_inputs in enumerate(ranks):
-        ids = rank_inputs.topk_ids
-        before = workspace[rank] if workspace is not None else torch.zeros(*ids.shape, hidden, dtype=torch.bfloat16)
-        terms = route_terms(rank, routes, outputs, before)
-        combined.append(combine(terms, ids, scheme.combine))
-        stages.append(Stage("combine", rank, Exactness.EXACT, {"terms": terms, "values": combined[-1]}))
-    return combined[0] if isinstance(inputs, MoEInputs) else combined, Trace(tuple(stages))
+    advance = _counter(2 * sum(len(rows["expert"]) for rows in received), progress)
+    experts = partial(_experts, scheme, weights, ranks[0] * local_experts, advance)
+    fc1 = keep("fc1", [_gate_and_up(experts("w13", rows, rows["expert"])) for rows in received])
+    activation = keep("activation", [_activation(scheme, *pair) for pair in zip(fc1, received, strict=True)])
+    requantize = keep("requantize", [_requantize(scheme, rows["values"]) for rows in activation])
+    expert = [rows["expert"] for rows in received]
+    fc2 = keep("fc2", [{"values": experts("w2", *pair).bfloat16()} for pair in zip(requantize, expert, strict=True)])
+
+    routes = [{**rows, **{n: table[n] for n in ("token", "slot")}} for rows, table in zip(fc2, received, strict=True)]
+    returned = exchange(routes, [table["source_rank"] for table in received])
+    if workspace is None:
+        workspace = [torch.zeros(*x.topk_ids.shape, x.hidden_states.shape[1]).bfloat16() for x in inputs]
+    terms = [route_terms(rows, before) for rows, before in zip(returned, workspace, strict=True)]
+    keep(
+        "combine",
+        [{"terms": t, "values": combine(t, x.topk_ids, scheme.combine)} for t, x in zip(terms, inputs, strict=True)],
+    )
+    return Trace(tuple(stages))
 
 
-_EXPERT_STAGES = ("fc1", "activation", "requantize", "fc2")
+def _counter(total: int, progress: Progress | None) -> Callable[[int], None]:
+    done = 0
+
+    def advance(rows: int) -> None:
+        nonlocal done
+        done += rows
+        if progress:
+            progress(done, total)
+
+    return advance
 
 
-def _stage(scheme: Scheme, inputs: MoEInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activation quantization on the sending rank: operand values `[T, H]` float32 and scales `[T, blocks]`."""
-    tokens = inputs.hidden_states.shape[0]
+def _payload(quantized: Quantized, element: Format) -> Rows:
+    assert element.dtype is not None
+    return {"values": quantized.codes.view(element.dtype), "scales": quantized.scales}
+
+
+def _stage(scheme: Scheme, inputs: MoEInputs) -> Rows:
+    """Activation quantization on the sending rank."""
+    x, scales = inputs.hidden_states, inputs.scales
     if scheme.stage is None:
-        return inputs.hidden_states.float(), torch.ones(tokens, 1)
+        return {"values": x, "scales": torch.ones(len(x), 1)}
     static = scheme.fc1_activation_dequant_scale
-    if inputs.hidden_states.dtype is torch.bfloat16:
-        quantized = quantize_activation(inputs.hidden_states, scheme.stage, static)
-        return decode(quantized.codes, scheme.stage.element), quantized.scales
-    scales = inputs.scales
+    if x.dtype is torch.bfloat16:
+        return _payload(quantize_activation(x, scheme.stage, static), scheme.stage.element)
     if scales is None or scheme.stage.source is ScaleSource.STATIC:
-        scales = torch.full((tokens, 1), static)
-    return decode(inputs.hidden_states, scheme.stage.element), scales
+        scales = torch.full((len(x), 1), static)
+    return {"values": x, "scales": scales}
 
 
-def _received(table: Routes, staged, ranks: list[MoEInputs]) -> dict[str, torch.Tensor]:
-    """The rows that one rank holds after dispatch: payload, scales and routing, one row per route."""
-    lengths = [len(r.hidden_states) for r in ranks]
-    first = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))])
-    row = first[table.source_rank] + table.token
-    return {
-        "values": torch.cat([values for values, _ in staged])[row],
-        "scales": torch.cat([scales for _, scales in staged])[row],
-        "topk_weights": torch.cat([r.topk_weights for r in ranks])[row, table.slot],
-        "source_rank": table.source_rank,
-        "token": table.token,
-        "slot": table.slot,
-        "expert": table.expert,
-    }
+def _experts(
+    scheme: Scheme, weights: MoEWeights, first: int, advance: Callable[[int], None], leg: str, rows: Rows, expert
+) -> torch.Tensor:
+    """One GEMM of every expert of one rank. rows: values and scales; expert: `[routes]`. Returns `[routes, N]`."""
+    rule = scheme.fc1 if leg == "w13" else scheme.fc2
+    parts = []
+    for e in expert.unique().tolist() or [first]:  # without routes: empty rows of the right shape
+        mine = expert == e
+        operand = load_operand(scheme, weights, leg, e - first)
+        parts.append(expert_gemm(rule, rows["values"][mine].float(), rows["scales"][mine], operand))
+        advance(int(mine.sum()))
+    return torch.cat(parts)
 
 
-def _expert(
-    scheme: Scheme, weights: MoEWeights, expert: int, rows: dict[str, torch.Tensor]
-) -> dict[str, dict[str, torch.Tensor]]:
-    """One expert on its rows: fc1, SwiGLU, requantization, fc2."""
-    fc1 = expert_gemm(scheme.fc1, rows["values"], rows["scales"], load_operand(scheme, weights, "w13", expert))
+def _gate_and_up(fc1: torch.Tensor) -> Rows:
     gate, up = fc1.chunk(2, dim=1)
-    activated = swiglu(gate, up, scheme.gate_up_clamp, rows["topk_weights"])
+    return {"gate": gate, "up": up}
+
+
+def _activation(scheme: Scheme, fc1: Rows, received: Rows) -> Rows:
+    return {"values": swiglu(fc1["gate"], fc1["up"], scheme.gate_up_clamp, received["topk_weights"])}
+
+
+def _requantize(scheme: Scheme, activated: torch.Tensor) -> Rows:
     if scheme.requantize is None:
-        values, scales = activated.bfloat16().float(), torch.ones(len(activated), 1)
-    else:
-        quantized = quantize_activation(activated, scheme.requantize, scheme.fc2_activation_dequant_scale)
-        values, scales = decode(quantized.codes, scheme.requantize.element), quantized.scales
-    fc2 = expert_gemm(scheme.fc2, values, scales, load_operand(scheme, weights, "w2", expert))
-    return {
-        "fc1": {"gate": gate, "up": up},
-        "activation": {"values": activated},
-        "requantize": {"values": values, "scales": scales},
-        "fc2": {"values": fc2.bfloat16()},
-    }
-
-
-def _concatenate(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        return {"values": activated.bfloat16(), "scales": torch.ones(len(activated), 1)}
+    static = scheme.fc2_activation_dequant_scale
+    return _payload(quantize_activation(activated, scheme.requantize, static), scheme.requantize.element)
 
 
 def _exactness(scheme: Scheme, stage: str) -> Exactness:
     if stage == "activation":
         return Exactness.TABLED
-    if stage == "requantize":
+    if stage not in ("fc1", "fc2"):
         return Exactness.EXACT
     core = (scheme.fc1 if stage == "fc1" else scheme.fc2).core
     return Exactness.MODELLED_VERIFIED if core.verified else Exactness.MODELLED_UNVERIFIED

@@ -69,11 +69,11 @@ class Stage:
 
     | stage      | tensors                                                                                          |
     |------------|--------------------------------------------------------------------------------------------------|
-    | stage      | values `[T, H]` operand values, scales `[T, blocks]`: the quantized tokens                       |
-    | dispatch   | values, scales, topk_weights, source_rank, token, slot, expert: one row per received route       |
+    | stage      | values `[T, H]` in the operand's dtype (FP8, bf16), scales `[T, blocks]`: the quantized tokens   |
+    | dispatch   | values, scales, topk_weights, expert, source_rank, token, slot: one row per received route       |
     | fc1        | gate, up `[routes, I]` float32, descaled                                                         |
     | activation | values `[routes, I]` float32: SwiGLU times the routing weight                                    |
-    | requantize | values `[routes, I]` operand values, scales `[routes, blocks]`                                   |
+    | requantize | values `[routes, I]` in the operand's dtype, scales `[routes, blocks]`                           |
     | fc2        | values `[routes, H]` bf16, descaled: what travels back                                           |
     | combine    | terms `[T, top_k, H]` bf16 as they arrived, values `[T, H]` bf16: the output                     |
     """

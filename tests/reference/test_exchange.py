@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fp4ep.reference.exchange import Routes, combine, dispatch, route_terms
+from fp4ep.reference.exchange import Rows, by_expert, combine, exchange_in_process, route_rows, route_terms
 from fp4ep.reference.scheme import Combine
 
 Route = tuple[int, int, int, int]  # expert, source rank, token, slot
@@ -21,8 +21,24 @@ def plain_dispatch(topk_ids: list[torch.Tensor], num_experts: int) -> list[list[
     return [sorted(routes) for routes in received]
 
 
-def as_tuples(routes: Routes) -> list[Route]:
-    columns = (routes.expert, routes.source_rank, routes.token, routes.slot)
+def dispatch(topk_ids: list[torch.Tensor], num_experts: int) -> list[Rows]:
+    """Send and sort, as `moe_forward` does; the payload is the token's number, the weight tells every slot apart."""
+    sent = []
+    for rank, ids in enumerate(topk_ids):
+        payload = {"values": 100.0 * rank + torch.arange(len(ids), dtype=torch.float32)}
+        weights = torch.arange(ids.numel(), dtype=torch.float32).reshape(ids.shape)
+        sent.append(route_rows(rank, ids, weights, payload))
+    owner = [rows["expert"] // (num_experts // len(topk_ids)) for rows in sent]
+    return [by_expert(rows) for rows in exchange_in_process(sent, owner)]
+
+
+def send_home(rows: list[Rows], outputs: list[torch.Tensor]) -> list[Rows]:
+    routes = [{"values": o, "token": r["token"], "slot": r["slot"]} for r, o in zip(rows, outputs, strict=True)]
+    return exchange_in_process(routes, [r["source_rank"] for r in rows])
+
+
+def as_tuples(routes: Rows) -> list[Route]:
+    columns = [routes[name] for name in ("expert", "source_rank", "token", "slot")]
     assert all(column.dtype is torch.int64 for column in columns)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -38,13 +54,15 @@ def test_dispatch_is_the_plain_loop(num_experts, tokens, top_k, dtype):
     ids = [torch.randint(-3, num_experts, (count, top_k), generator=g).to(dtype) for count in tokens]
     found = dispatch(ids, num_experts)
     assert [as_tuples(routes) for routes in found] == plain_dispatch(ids, num_experts)
-    assert [len(routes) for routes in found] == [len(routes) for routes in plain_dispatch(ids, num_experts)]
+    for rows in found:
+        assert torch.equal(rows["values"], 100.0 * rows["source_rank"] + rows["token"])
+        assert torch.equal(rows["topk_weights"], (rows["token"] * top_k + rows["slot"]).float())
 
 
 def test_dispatch_places_experts_linearly():
     """8 experts on 4 ranks, global ids (vllm-gaudi#1796 used them as local ids: all ranks but 0 dropped theirs)."""
     routes = dispatch([torch.tensor([[2, 3], [0, 5], [2, 7]])] + [torch.empty(0, 2, dtype=torch.int64)] * 3, 8)
-    assert [sorted(table.expert.tolist()) for table in routes] == [[0], [2, 2, 3], [5], [7]]
+    assert [sorted(table["expert"].tolist()) for table in routes] == [[0], [2, 2, 3], [5], [7]]
 
 
 def test_dispatch_duplicates_are_two_routes():
@@ -55,7 +73,7 @@ def test_dispatch_duplicates_are_two_routes():
 def test_dispatch_skewed_to_one_rank():
     """Every id on rank 0: the other rank gets an empty table of the same form."""
     routes = dispatch([torch.zeros(3, 1, dtype=torch.int64), torch.ones(2, 1, dtype=torch.int64)], 4)
-    assert [len(table) for table in routes] == [5, 0]
+    assert [len(table["expert"]) for table in routes] == [5, 0]
 
 
 def combine_terms(*terms: float, ids: list[int] | None = None, rule: Combine = Combine.LIVE_SLOTS) -> float:
@@ -116,9 +134,9 @@ def test_route_terms_overwrite_live_slots_only():
     """Two ranks with the same (token, slot) pairs: each gets its own rows, other places keep the workspace's."""
     ids = [torch.tensor([[0, 3, -1]]), torch.tensor([[3, -5, 1]])]
     routes = dispatch(ids, 4)
-    outputs = [(table.expert + 10 * table.source_rank).bfloat16()[:, None] for table in routes]
+    outputs = [(table["expert"] + 10 * table["source_rank"]).bfloat16()[:, None] for table in routes]
     workspace = torch.full((1, 3, 1), 99.0, dtype=torch.bfloat16)
-    terms = [route_terms(rank, routes, outputs, workspace).flatten().tolist() for rank in range(2)]
+    terms = [route_terms(rows, workspace).flatten().tolist() for rows in send_home(routes, outputs)]
     assert terms == [[0.0, 3.0, 99.0], [13.0, 99.0, 11.0]]
     assert bool((workspace == 99).all())  # the caller's is left alone
 
@@ -129,7 +147,8 @@ def test_combine_agrees_with_a_plain_loop(rule):
     g = torch.Generator().manual_seed(0)
     ids = [torch.randint(-2, 8, (count, 4), generator=g) for count in (3, 0, 5, 2)]
     routes = dispatch(ids, 8)
-    outputs = [torch.randn(len(table), 16, generator=g).bfloat16() for table in routes]
+    outputs = [torch.randn(len(table["expert"]), 16, generator=g).bfloat16() for table in routes]
+    returned = send_home(routes, outputs)
     rows = {
         (source, token, slot): row
         for table, output in zip(routes, outputs, strict=True)
@@ -137,7 +156,7 @@ def test_combine_agrees_with_a_plain_loop(rule):
     }
     for rank in range(4):
         workspace = torch.randn(len(ids[rank]), 4, 16, generator=g).bfloat16()
-        found = combine(route_terms(rank, routes, outputs, workspace), ids[rank], rule)
+        found = combine(route_terms(returned[rank], workspace), ids[rank], rule)
         assert found.dtype is torch.bfloat16
         assert found.shape == (len(ids[rank]), 16)
         for token in range(len(ids[rank])):
