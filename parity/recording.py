@@ -162,14 +162,19 @@ class RecordingWriter:
     def write(self, path: str | Path) -> None:
         """Write the file, replacing an older one only when the new one is complete."""
         header = self.header | {"tensors": self.specs, "cases": [asdict(case) for case in self.cases]}
-        path = Path(path)
-        partial = path.with_suffix(".partial")
-        try:
-            save_file(self.stored, partial, metadata={"fp4ep": json.dumps(header)})
-            partial.chmod(0o644)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_safetensors(self.stored, path, header)
+
+
+def write_safetensors(tensors: Mapping[str, torch.Tensor], path: str | Path, header: Mapping) -> None:
+    """Write tensors and their JSON header, replacing an older file only when the new one is complete."""
+    path = Path(path)
+    partial = path.with_suffix(".partial")
+    try:
+        save_file(dict(tensors), partial, metadata={"fp4ep": json.dumps(header)})
+        partial.chmod(0o644)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def quantized_part(quantized: Quantized, part: str) -> torch.Tensor:

@@ -83,7 +83,7 @@ def moe_forward_ranks(
     stages: list[Stage] = []
 
     def keep(name: str, tensors: Sequence[Rows]) -> list[Rows]:
-        made = [Stage(name, rank, _exactness(scheme, name), t) for rank, t in zip(ranks, tensors, strict=True)]
+        made = [Stage(name, rank, exactness(scheme, name), t) for rank, t in zip(ranks, tensors, strict=True)]
         made = [intervene(stage) for stage in made] if intervene else made
         stages.extend(made)
         return [stage.tensors for stage in made]
@@ -173,7 +173,8 @@ def _requantize(scheme: Scheme, activated: torch.Tensor) -> Rows:
     return _payload(quantize_activation(activated, scheme.requantize, static), scheme.requantize.element)
 
 
-def _exactness(scheme: Scheme, stage: str) -> Exactness:
+def exactness(scheme: Scheme, stage: str) -> Exactness:
+    """How the numbers of a stage of the reference come about."""
     if stage == "activation":
         return Exactness.TABLED
     if stage not in ("fc1", "fc2"):

@@ -176,5 +176,12 @@ def find_scheme(name: str, **options: Any) -> Scheme:
     return replace(record, **{option: options[option] for option in options.keys() - knobs.keys()})
 
 
+def options_of(scheme: Scheme) -> dict[str, Any]:
+    """The options that make find_scheme return an equal record."""
+    static = scheme.stage is not None and scheme.stage.source is ScaleSource.STATIC
+    numbers = ("gate_up_clamp", *_STATIC_SCALES) if static else ("gate_up_clamp",)
+    return {knob: values[0] for knob, values in scheme.knobs.items()} | {n: getattr(scheme, n) for n in numbers}
+
+
 def _positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
