@@ -34,6 +34,8 @@ from .recording import write_safetensors
 
 FORMAT = "fp4ep.run"
 VERSION = 1
+#: The side whose trace tolerances are derived around.
+REFERENCE = "reference"
 
 
 class RunError(ValueError):

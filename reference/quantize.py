@@ -17,9 +17,9 @@ MX_BLOCK = 32
 
 #: Scale of an all-zero block; the bound of the tiny path is 448 times this.
 SCALE_FLOOR = 1e-30
-_TINY_AMAX = 4.48e-28
+TINY_AMAX = 4.48e-28
 #: About 448 / FLT_MAX: the smallest amax whose 448 / amax is finite.
-_SMALLEST_AMAX = 1.3165537626040637e-36
+SMALLEST_AMAX = 1.3165537626040637e-36
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scal
     else:
         applied = split * torch.tensor(1 / static_scale, dtype=torch.float32)
     if rule.tiny_path and rule.source is ScaleSource.AMAX:
-        tiny = (amax > 0) & (amax < _TINY_AMAX)
+        tiny = (amax > 0) & (amax < TINY_AMAX)
         # Two tensors: torch turns `448 / tensor` into a reciprocal and a product, which rounds twice.
-        factor = torch.full_like(amax, rule.element.max) / amax.clamp(min=_SMALLEST_AMAX)
+        factor = torch.full_like(amax, rule.element.max) / amax.clamp(min=SMALLEST_AMAX)
         scale = torch.where(tiny, 1 / factor, scale)
         applied = torch.where(tiny[..., None], split * factor[..., None], applied)
     return Quantized(encode(applied, rule.element, rule.overflow).flatten(-2), scale)

@@ -1,0 +1,102 @@
+"""How far the right side may be from the left, for every tensor, and why.
+
+A ladder; the strongest rung that a side's claim allows is the one asserted:
+
+    bits    the side claims the scheme's own arithmetic, or the step is integer and IEEE operations on equal input
+    order   bits, in any order of the routes' bf16 additions (`enable_in_kernel_fc2_reduce`)
+    bound   the side claims FLOAT32: an interval for each element, derived from the scheme and the data (`intervals.py`)
+
+Distribution metrics (rel_l2, SQNR, calc_diff) are reported and never asserted: a wrong alpha hides behind a cosine, one
+wrong row behind a norm.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from .intervals import Interval, layer_intervals
+from .metrics import bits_differ
+from .run import REFERENCE, Claim, Run
+
+
+class Rung(Enum):
+    BITS = "bits"
+    ORDER = "order"
+    BOUND = "bound"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """outside: bool, the elements that are not allowed; allowed: how many may differ from the left side; headroom: the
+    largest share of its interval that an element uses, None where no element has one."""
+
+    outside: torch.Tensor
+    allowed: int = 0
+    headroom: float | None = None
+
+
+#: (rank, left, right, rows of the rank's table that both hold or None for all) -> Verdict
+Judge = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], Verdict]
+
+
+@dataclass(frozen=True)
+class Allowance:
+    rung: Rung
+    because: str
+    judge: Judge
+
+
+def _every_bit(rank: int, left: torch.Tensor, right: torch.Tensor, rows: torch.Tensor | None) -> Verdict:
+    return Verdict(bits_differ(left, right))
+
+
+def _within(intervals: Mapping[int, Interval]) -> Judge:
+    def judge(rank: int, left: torch.Tensor, right: torch.Tensor, rows: torch.Tensor | None) -> Verdict:
+        interval = intervals[rank] if rows is None else intervals[rank][rows]
+        low, high, value = interval.low, interval.high, right.double()
+        claimed = ~torch.isnan(low)
+        inside = (value >= low) & (value <= high)
+        free = (low != high) | (left.double() != low)
+        used = ((value - interval.center).abs() / interval.radius)[claimed & (low != high)]
+        headroom = float(used.max()) if used.numel() else None
+        return Verdict(claimed & ~inside, int(free.sum()), headroom)
+
+    return judge
+
+
+_SUM = "float32 sums of K products in any order: within gamma_(K+8) * sum |x||w| of the exact value"
+_BECAUSE = {
+    ("fc1", "gate"): _SUM,
+    ("fc1", "up"): _SUM,
+    ("activation", "values"): "SwiGLU over the intervals of gate and up, and (10 + 2|gate|) 2^-24 for its roundings",
+    ("requantize", "values"): "a code may flip only where its value before rounding is within its error of a boundary",
+    ("requantize", "scales"): "the scale of the block's amax, whose interval is known",
+    ("fc2", "values"): f"codes that may flip, times |w|; {_SUM}; bf16 of both ends",
+    ("combine", "terms"): "as fc2: rows move, nothing rounds",
+    ("combine", "values"): "the scheme's own sum on both ends of every term",
+}
+
+
+def derive(left: Run, right: Run) -> Callable[[str, str], Allowance]:
+    """(stage, tensor) -> what the right side is allowed there.
+
+    Raises ValueError when the left side does not claim bits, or the right claims FLOAT32 and the left is not the
+    reference: errors are bounded around exact values, which say nothing about a third implementation.
+    """
+    if left.claim is not Claim.BITS:
+        raise ValueError(f"left must claim bits, got {left.side}, which claims {left.claim.value}")
+    if right.claim is Claim.BITS:
+        return lambda stage, tensor: Allowance(Rung.BITS, "both sides claim the scheme's own arithmetic", _every_bit)
+    if left.side != REFERENCE:
+        raise ValueError(f"left must be the reference when the right side claims float32, got {left.side}")
+    intervals = layer_intervals(left.layer, left.stages("dispatch"))
+
+    def allowance(stage: str, tensor: str) -> Allowance:
+        found = intervals.get((stage, tensor))
+        if found is None:
+            return Allowance(Rung.BITS, "equal input, and no operation that the claim leaves open", _every_bit)
+        return Allowance(Rung.BOUND, _BECAUSE[stage, tensor], _within(found))
+
+    return allowance
