@@ -12,7 +12,7 @@ is tuned; the data decide how many elements may flip.
                 by (10 + 2 |gate|) u: a few roundings, and exp of an argument that was rounded
     requantize  amax, scale and code by the scheme's own float32 operations on the ends
     fc2         as fc1, plus sum |w| * half the width of what it is given; then bf16 of both ends
-    combine     the scheme's own sum on both ends
+    combine     the scheme's own sum on both ends (ON_ARRIVAL: gamma_k, u = 2^-8, for any order)
 
 NaN or infinity in the exact value means no claim: the interval is [NaN, NaN] and every value is admitted.
 """
@@ -25,7 +25,7 @@ import torch
 from fp4ep.reference.exchange import combine
 from fp4ep.reference.formats import Format, decode, encode
 from fp4ep.reference.quantize import SCALE_FLOOR, SMALLEST_AMAX, TINY_AMAX, blocks
-from fp4ep.reference.scheme import ActivationQuant, Apply, ScaleSource, Scheme
+from fp4ep.reference.scheme import ActivationQuant, Apply, Combine, ScaleSource, Scheme
 from fp4ep.reference.weights import Operand, load_operand
 
 from .problem import Layer
@@ -104,10 +104,7 @@ def layer_intervals(
             found.setdefault(key, {})[rank] = interval
     terms = _terms(layer, received, found["fc2", "values"])
     found["combine", "terms"] = terms
-    found["combine", "values"] = {
-        rank: interval.map(lambda t, ids=layer.inputs[rank].topk_ids: combine(t.bfloat16(), ids, scheme.combine))
-        for rank, interval in terms.items()
-    }
+    found["combine", "values"] = {rank: _combine(layer, rank, interval) for rank, interval in terms.items()}
     return found
 
 
@@ -209,6 +206,15 @@ def _apply(rule: ActivationQuant, values: torch.Tensor, scale: torch.Tensor) -> 
 def _round(values: torch.Tensor, element: Format) -> torch.Tensor:
     """Saturating: no requantization of a scheme does otherwise."""
     return torch.where(torch.isnan(values), torch.nan, decode(encode(values, element), element))
+
+
+def _combine(layer: Layer, rank: int, terms: Interval) -> Interval:
+    ids, rule = layer.inputs[rank].topk_ids, layer.scheme.combine
+    if rule is not Combine.ON_ARRIVAL:
+        return terms.map(lambda t: combine(t.bfloat16(), ids, rule))
+    gamma = len(ids[0]) * 2.0**-8 if len(ids) else 0.0  # one rounding to bf16 per term, in any order
+    absolute = (terms.center.abs() + terms.radius).sum(1)
+    return Interval.around(terms.center.sum(1), terms.radius.sum(1) + gamma / (1 - gamma) * absolute)
 
 
 def _terms(layer: Layer, received, fc2: Mapping[int, Interval]) -> dict[int, Interval]:

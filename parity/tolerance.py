@@ -16,8 +16,11 @@ from enum import Enum
 
 import torch
 
+from fp4ep.reference.scheme import Combine
+
 from .intervals import Interval, layer_intervals
 from .metrics import bits_differ
+from .order_set import reachable
 from .run import REFERENCE, Claim, Run
 
 
@@ -52,6 +55,18 @@ def _every_bit(rank: int, left: torch.Tensor, right: torch.Tensor, rows: torch.T
     return Verdict(bits_differ(left, right))
 
 
+def _in_some_order(run: Run) -> Judge:
+    """run: the side that shows its terms. NaN is in order wherever some order gives one."""
+    terms = run.stages("combine")
+
+    def judge(rank: int, left: torch.Tensor, right: torch.Tensor, rows: torch.Tensor | None) -> Verdict:
+        ids = run.layer.inputs[rank].topk_ids
+        several = int(((ids >= 0).sum(1) > 2).sum())  # two additions commute
+        return Verdict(~reachable(right, terms[rank]["terms"], ids), several * left.shape[1])
+
+    return judge
+
+
 def _within(intervals: Mapping[int, Interval]) -> Judge:
     def judge(rank: int, left: torch.Tensor, right: torch.Tensor, rows: torch.Tensor | None) -> Verdict:
         interval = intervals[rank] if rows is None else intervals[rank][rows]
@@ -82,13 +97,21 @@ _BECAUSE = {
 def derive(left: Run, right: Run) -> Callable[[str, str], Allowance]:
     """(stage, tensor) -> what the right side is allowed there.
 
-    Raises ValueError when the left side does not claim bits, or the right claims FLOAT32 and the left is not the
-    reference: errors are bounded around exact values, which say nothing about a third implementation.
+    Raises ValueError when the left side does not claim bits; when the right claims FLOAT32 and the left is not the
+    reference (errors are bounded around exact values, which say nothing about a third implementation); and when the
+    scheme's combine is not deterministic and neither side shows its terms.
     """
     if left.claim is not Claim.BITS:
         raise ValueError(f"left must claim bits, got {left.side}, which claims {left.claim.value}")
     if right.claim is Claim.BITS:
-        return lambda stage, tensor: Allowance(Rung.BITS, "both sides claim the scheme's own arithmetic", _every_bit)
+        same = Allowance(Rung.BITS, "both sides claim the scheme's own arithmetic", _every_bit)
+        if left.scheme.combine is not Combine.ON_ARRIVAL:
+            return lambda stage, tensor: same
+        run = next((run for run in (right, left) if "terms" in run.stages("combine").get(0, {})), None)
+        if run is None:
+            raise ValueError("left or right must show its combine terms: routes add in order of arrival")
+        summed = Allowance(Rung.ORDER, "the routes' terms, added in bf16 in some order", _in_some_order(run))
+        return lambda stage, tensor: summed if (stage, tensor) == ("combine", "values") else same
     if left.side != REFERENCE:
         raise ValueError(f"left must be the reference when the right side claims float32, got {left.side}")
     intervals = layer_intervals(left.layer, left.stages("dispatch"))

@@ -70,18 +70,20 @@ def route_terms(returned: Rows, workspace: torch.Tensor) -> torch.Tensor:
 def combine(terms: torch.Tensor, topk_ids: torch.Tensor, rule: Combine) -> torch.Tensor:
     """Sum route terms over the top-k slots. Returns `[T, hidden]` bf16.
 
-    terms: `[T, top_k, hidden]` bf16; topk_ids: `[T, top_k]`. The sum runs in float32 over the slots in the caller's
-    order and rounds to bf16 once at the end; the routing weight is already inside (the kernels multiply the SwiGLU
-    output). Which slots count, and where the sum starts, is `rule`. NaN becomes the GPU's canonical 0x7FFF.
-    Source: FlashInfer 0.7.4, `moe_nvfp4_swapab/topk_reduce.py`.
+    terms: `[T, top_k, hidden]` bf16; topk_ids: `[T, top_k]`; the routing weight is already inside (the kernels multiply
+    the SwiGLU output). Slots are taken in the caller's order; which count, where the sum starts and when it rounds is
+    `rule`. NaN becomes the GPU's canonical 0x7FFF.
+    Source: FlashInfer 0.7.4, `moe_nvfp4_swapab/topk_reduce.py`, `moe_hopper_fp8/epilogue_fp8.py`.
     """
     values = terms.float()
-    if rule is Combine.LIVE_SLOTS:
-        total = torch.zeros_like(values[:, 0])
-        for slot in range(terms.shape[1]):
-            total = torch.where(topk_ids[:, slot, None] >= 0, total + values[:, slot], total)
+    live = topk_ids[..., None] >= 0
+    if rule is Combine.ALL_SLOTS:
+        total, first, live = values[:, 0], 1, torch.ones_like(live)
     else:
-        total = values[:, 0]
-        for slot in range(1, terms.shape[1]):
-            total = total + values[:, slot]
+        total, first = torch.zeros_like(values[:, 0]), 0
+    for slot in range(first, terms.shape[1]):
+        added = total + values[:, slot]
+        # Two bf16 values summed in float32 and then rounded to bf16 are rounded once in effect: see `order_set.add`.
+        added = added.bfloat16().float() if rule is Combine.ON_ARRIVAL else added
+        total = torch.where(live[:, slot], added, total)
     return canonical_nan(total.bfloat16())

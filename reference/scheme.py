@@ -65,11 +65,14 @@ class KOrder(Enum):
 
 
 class Combine(Enum):
-    """Which top-k slots are summed. Both sum in float32, slots ascending, and round to bf16 once."""
+    """Which top-k slots are summed, and how. In float32 means: slots ascending, rounded to bf16 once."""
 
-    LIVE_SLOTS = "from +0, masked slots skipped"
+    LIVE_SLOTS = "in float32 from +0, masked slots skipped"
     #: A masked slot adds whatever an earlier launch left there; a fresh workspace holds zeros. A sum of -0 stays -0.
-    ALL_SLOTS = "from the first slot's term, masked slots included"
+    ALL_SLOTS = "in float32 from the first slot's term, masked slots included"
+    #: Not deterministic on a GPU, where routes add in order of arrival. The reference takes slots ascending, one of the
+    #: possible orders.
+    ON_ARRIVAL = "in bf16 from +0, masked slots skipped, rounded at every addition"
 
 
 @dataclass(frozen=True)
@@ -128,5 +131,5 @@ class Scheme:
     evidence: Evidence = Evidence.MODELLED
 
     def __str__(self) -> str:
-        shown = [v[0] if isinstance(v[0], str) else f"{knob}={v[0]}" for knob, v in self.knobs.items()]
+        shown = [v[0] if isinstance(v[0], str) else f"{k}={v[0]}" for k, v in self.knobs.items() if v[0] is not False]
         return f"{self.name}[{','.join(shown)}]" if shown else self.name

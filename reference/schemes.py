@@ -123,17 +123,26 @@ _BF16 = Scheme(
     evidence=Evidence.VERIFIED,
 )
 
-#: Every record. The first of each name has FlashInfer's default knobs.
-SCHEMES: tuple[Scheme, ...] = (
-    _NVFP4,
-    _NVFP4_NATURAL,
-    _MXFP4,
+_FP8 = (
     *(_fp8_per_tensor("fp8_e4m3", E4M3, HOPPER_E4M3, tile_k) for tile_k in (None, *_TILE_K)),
     *(_fp8_per_tensor("fp8_e5m2", E5M2, HOPPER_E5M2, tile_k) for tile_k in (None, *_TILE_K)),
     _fp8_blockwise("fp8_e4m3", E4M3, HOPPER_E4M3),
     _fp8_blockwise("fp8_e5m2", E5M2, HOPPER_E5M2),
-    _BF16,
 )
+
+
+def _reduced_in_kernel(record: Scheme) -> tuple[Scheme, Scheme]:
+    """The record without and with the opt-in sum of routes inside fc2."""
+    knob = "enable_in_kernel_fc2_reduce"
+    without = replace(record, knobs={**record.knobs, knob: (False,)})
+    reduced = replace(record, knobs={**record.knobs, knob: (True,)}, combine=Combine.ON_ARRIVAL)
+    return without, replace(reduced, evidence=Evidence.MODELLED)
+
+
+_WITHOUT, _REDUCED = zip(*map(_reduced_in_kernel, (*_FP8, _BF16)), strict=True)
+
+#: Every record. The first of each name has FlashInfer's default knobs.
+SCHEMES: tuple[Scheme, ...] = (_NVFP4, _NVFP4_NATURAL, _MXFP4, *_WITHOUT, *_REDUCED)
 
 _STATIC_SCALES = ("fc1_activation_dequant_scale", "fc2_activation_dequant_scale")
 
@@ -141,10 +150,11 @@ _STATIC_SCALES = ("fc1_activation_dequant_scale", "fc2_activation_dequant_scale"
 def find_scheme(name: str, **options: Any) -> Scheme:
     """The record for a FlashInfer registry name and config options, with the options' numbers filled in.
 
-    options: the knobs that select among variants (`nvfp4_kperm`; `fp8_scale_mode`, `kind`, `fp8_accum_mode`, and
-    `mma_tiler_k` for the K of `mma_tiler_mnk`), and the numbers `gate_up_clamp` (FlashInfer's alias for it is
-    `activation_clamp`) and, for FP8 per tensor, `fc1_activation_dequant_scale` and `fc2_activation_dequant_scale`. The
-    names are those of FlashInfer's config classes; what is left out takes FlashInfer's default.
+    options: the knobs that select among variants (`nvfp4_kperm`; `fp8_scale_mode`, `kind`, `fp8_accum_mode`,
+    `mma_tiler_k` for the K of `mma_tiler_mnk`, `enable_in_kernel_fc2_reduce`), and the numbers `gate_up_clamp`
+    (FlashInfer's alias for it is `activation_clamp`) and, for FP8 per tensor, `fc1_activation_dequant_scale` and
+    `fc2_activation_dequant_scale`. The names are those of FlashInfer's config classes; what is left out takes
+    FlashInfer's default.
 
     Raises ValueError for an unknown name, option or value, listing what is allowed.
     """

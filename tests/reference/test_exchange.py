@@ -82,6 +82,9 @@ def combine_terms(*terms: float, ids: list[int] | None = None, rule: Combine = C
     return combine(torch.tensor(terms).bfloat16()[None, :, None], topk_ids, rule).item()
 
 
+IN_FLOAT32 = (Combine.LIVE_SLOTS, Combine.ALL_SLOTS)
+
+
 @pytest.mark.parametrize("rule", Combine)
 def test_combine_adds_in_slot_order(rule):
     """2^24 + 1 is 2^24 in float32. The caller's order decides, not that of the expert ids."""
@@ -90,7 +93,7 @@ def test_combine_adds_in_slot_order(rule):
     assert combine_terms(2.0**24, 1.0, -(2.0**24), ids=[2, 0, 1], rule=rule) == 0.0  # sorted by expert it would be 1
 
 
-@pytest.mark.parametrize("rule", Combine)
+@pytest.mark.parametrize("rule", IN_FLOAT32)
 @pytest.mark.parametrize(
     ("terms", "once", "each_time"),
     [
@@ -104,13 +107,14 @@ def test_combine_rounds_once(terms, once, each_time, rule):
     in_bf16 = torch.zeros((), dtype=torch.bfloat16)
     for term in terms:
         in_bf16 = in_bf16 + torch.tensor(term, dtype=torch.bfloat16)
-    assert float(in_bf16) == each_time
+    assert float(in_bf16) == each_time == combine_terms(*terms, rule=Combine.ON_ARRIVAL)
 
 
 def test_combine_masked_slots():
     """A masked slot is skipped, even if NaN, or added with whatever it holds: by rule (vllm#46408 summed such)."""
     for stale in (5.0, math.nan):
         assert combine_terms(3.0, stale, ids=[0, -1]) == combine_terms(stale, 3.0, ids=[-9, 0]) == 3.0
+        assert combine_terms(3.0, stale, ids=[0, -1], rule=Combine.ON_ARRIVAL) == 3.0
     assert combine_terms(3.0, 5.0, ids=[0, -1], rule=Combine.ALL_SLOTS) == 8.0
     assert math.isnan(combine_terms(math.nan, 3.0, ids=[-1, 0], rule=Combine.ALL_SLOTS))
 
@@ -120,6 +124,7 @@ def test_combine_signs_of_zero():
     assert math.copysign(1, combine_terms(-0.0, -0.0)) == 1
     assert math.copysign(1, combine_terms(-0.0, -0.0, rule=Combine.ALL_SLOTS)) == -1
     assert math.copysign(1, combine_terms(-0.0, 0.0, rule=Combine.ALL_SLOTS)) == 1
+    assert math.copysign(1, combine_terms(-0.0, -0.0, rule=Combine.ON_ARRIVAL)) == 1
     assert math.copysign(1, combine_terms(-0.0, ids=[-1])) == 1
 
 
@@ -143,7 +148,7 @@ def test_route_terms_overwrite_live_slots_only():
 
 @pytest.mark.parametrize("rule", Combine)
 def test_combine_agrees_with_a_plain_loop(rule):
-    """Random routing over 4 ranks: float32 additions one slot after the other, one rounding to bf16."""
+    """Random routing over 4 ranks: float32 additions one slot after the other, rounded to bf16 by the rule."""
     g = torch.Generator().manual_seed(0)
     ids = [torch.randint(-2, 8, (count, 4), generator=g) for count in (3, 0, 5, 2)]
     routes = dispatch(ids, 8)
@@ -164,6 +169,7 @@ def test_combine_agrees_with_a_plain_loop(rule):
             for slot in range(4):
                 if (rank, token, slot) in rows:
                     total = total + rows[rank, token, slot].float()
+                    total = total.bfloat16().float() if rule is Combine.ON_ARRIVAL else total
                 elif rule is Combine.ALL_SLOTS:
                     total = total + workspace[token, slot].float()
             assert torch.equal(found[token], total.bfloat16())
