@@ -1,4 +1,4 @@
-"""Run FlashInfer's SM90 pull megakernels on one GPU, as one EP rank."""
+"""Run FlashInfer's SM90 pull megakernels: on one GPU, or as one EP rank of several."""
 
 import dataclasses
 import os
@@ -26,29 +26,72 @@ def run_megakernel(
     max_tokens_per_rank: int,
     previous_topk_ids: torch.Tensor | None = None,
     launches: int = 3,
+    ep_rank: int = 0,
+    ep_size: int = 1,
 ) -> torch.Tensor:
-    """Launch the kernel `launches` times on the current device. Returns the output, `[T, H]` bf16, on the CPU.
+    """The output of a kernel that gives the same bits on every launch, `[T, H]` bf16. See `launch_megakernel`.
+
+    Raises RuntimeError when the launches do not give the same bits.
+    """
+    outputs = launch_megakernel(
+        name,
+        options,
+        weights,
+        inputs,
+        max_tokens_per_rank=max_tokens_per_rank,
+        previous_topk_ids=previous_topk_ids,
+        launches=launches,
+        ep_rank=ep_rank,
+        ep_size=ep_size,
+    )
+    if any(not torch.equal(outputs[0].view(torch.int16), other.view(torch.int16)) for other in outputs[1:]):
+        raise RuntimeError(f"{name} is not deterministic here: {launches} launches gave different bits")
+    return outputs[0]
+
+
+def launch_megakernel(
+    name: str,
+    options: dict,
+    weights: MoEWeights,
+    inputs: MoEInputs,
+    *,
+    max_tokens_per_rank: int,
+    previous_topk_ids: torch.Tensor | None = None,
+    launches: int = 3,
+    ep_rank: int = 0,
+    ep_size: int = 1,
+) -> list[torch.Tensor]:
+    """Launch the kernel `launches` times on the current device, on its own buffers. Returns every output, on the CPU.
 
     name: FlashInfer's registry name; options: fields of its config class; weights and inputs: CPU tensors in canonical
     layout (see `fp4ep.reference.types`), hidden_states in FP8 meaning `quantize_input=False`. previous_topk_ids: launch
     once with this routing before, on the same buffers.
 
-    Raises RuntimeError when the launches do not give the same bits; FlashInfer's own errors pass through.
+    With ep_size > 1 this is collective, also for a rank without tokens: every process that torchrun started calls it,
+    with its own rank, inputs and device, all else equal; of `weights` it takes its own experts. Where a rank does not
+    call, the others wait in their kernel for ever. FlashInfer starts torch.distributed, unless it runs, and NVSHMEM.
+
+    FlashInfer's own errors pass through.
     """
-    os.environ.setdefault("MEGA_NO_DIST", "1")  # one rank: neither torch.distributed nor NVSHMEM
+    if ep_size > 1:
+        os.environ["MEGA_NO_DIST"] = "0"
+    else:
+        os.environ.setdefault("MEGA_NO_DIST", "1")  # one rank: neither torch.distributed nor NVSHMEM
     import flashinfer.fused_moe.prepare as prepare
     from flashinfer import moe_ep
 
     prepare.interleave_moe_weights_for_sm90_mixed_gemm = lambda weight, quant_type="fp4_fp8": interleave_fp4_fp8(weight)
+    bootstrap = moe_ep.BootstrapConfig(world_size=ep_size, rank=ep_rank, device=torch.cuda.current_device())
+    _start_runtime(bootstrap)
     top_k = inputs.topk_ids.shape[1]
     hidden, intermediate = inputs.hidden_states.shape[1], weights.w13.shape[1] // 2
     config = getattr(moe_ep, _CONFIGS[name])(intermediate_size=intermediate, top_k=top_k, **options)
     layer = moe_ep.MoEEpLayer(
-        bootstrap=moe_ep.BootstrapConfig(world_size=1, rank=0, device=torch.cuda.current_device()),
+        bootstrap=bootstrap,
         fleet_params=moe_ep.FleetParams(
             num_experts=weights.num_experts, max_tokens_per_rank=max_tokens_per_rank, token_hidden_size=hidden
         ),
-        weights=_pack(weights),
+        weights=_pack(weights, ep_rank, ep_size),
         backend=moe_ep.MegaConfig(megakernel=config, quantize_input=inputs.hidden_states.dtype is torch.bfloat16),
     )
     tensors = moe_ep.MoEEpTensors(
@@ -59,18 +102,39 @@ def run_megakernel(
     )
     if previous_topk_ids is not None:
         layer(dataclasses.replace(tensors, topk_ids=previous_topk_ids.long().cuda()))
-    outputs = []
-    for _ in range(launches):
-        outputs.append(layer(tensors).cpu().clone())
+    outputs = [layer(tensors).cpu().clone() for _ in range(launches)]
     torch.cuda.synchronize()
-    if any(not torch.equal(outputs[0].view(torch.int16), other.view(torch.int16)) for other in outputs[1:]):
-        raise RuntimeError(f"{name} is not deterministic here: {launches} launches gave different bits")
-    return outputs[0]
+    layer.destroy()  # collective, so not after an error that only this rank may have had
+    return outputs
 
 
-def _pack(weights: MoEWeights):
+#: FlashInfer's handle on NVSHMEM. Without it the last layer's `destroy` would end NVSHMEM between two calls.
+_runtime: list = []
+
+
+def _start_runtime(bootstrap) -> None:
+    if bootstrap.world_size == 1 or _runtime:
+        return
+    from flashinfer.moe_ep.core.runtime import NVSHMEM, TORCH_DIST, bootstrap_moe_ep_runtime
+
+    _runtime.append(bootstrap_moe_ep_runtime(bootstrap, frozenset({TORCH_DIST, NVSHMEM})))
+
+
+def stop_runtime() -> None:
+    """End NVSHMEM, on every rank together, after the last call with ep_size > 1. torch.distributed is left running."""
+    while _runtime:
+        from flashinfer.moe_ep.core.runtime import finalize_moe_ep_runtime
+
+        finalize_moe_ep_runtime(_runtime.pop())
+
+
+def _pack(weights: MoEWeights, ep_rank: int, ep_size: int):
+    """This rank's experts, on the device."""
     from flashinfer.moe_ep import MoEWeightPack
     from flashinfer.moe_ep.backends.mega.kernel.sm90.fp8_nvfp4_bf16_pull_cutedsl import Nvfp4WeightPack
 
-    tensors = {name: t.cuda().contiguous() for name, t in vars(weights).items() if t is not None}
+    count = weights.num_experts // ep_size
+    mine = slice(ep_rank * count, (ep_rank + 1) * count)
+    given = {name: t for name, t in vars(weights).items() if t is not None}
+    tensors = {name: (t if t.numel() == 1 else t[mine]).contiguous().cuda() for name, t in given.items()}
     return Nvfp4WeightPack(**tensors) if weights.w13_global_scale is not None else MoEWeightPack(**tensors)

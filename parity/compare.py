@@ -202,7 +202,7 @@ def _compare_tensor(
         verdict = allowance.judge(rank, a, b, rows[rank].left if keys else None)
         per_rank[rank] = int(differs.sum())
         if keys:
-            rowwise = differs.reshape(len(differs), -1).sum(1)
+            rowwise = differs.sum(1) if differs.ndim > 1 else differs.long()
             for expert in keys["expert"].unique().tolist():
                 per_expert[expert] = per_expert.get(expert, 0) + int(rowwise[keys["expert"] == expert].sum())
         allowed, forbidden = allowed + verdict.allowed, forbidden + int(verdict.outside.sum())

@@ -1,7 +1,7 @@
 """Deterministic inputs by name: a recording stores generator, arguments and checksum in place of a large tensor.
 
-Every generator draws raw 64-bit words from numpy's PCG64, whose stream numpy guarantees, and uses integer and exactly
-rounded operations only, so that any platform makes the same bits.
+Every generator draws raw words from numpy's PCG64 or its legacy MT19937, whose streams numpy guarantees, and uses
+integer and exactly rounded operations only, so that any platform makes the same bits.
 """
 
 import math
@@ -31,4 +31,10 @@ def integers(seed: int, shape: Sequence[int], low: int, high: int) -> torch.Tens
     return torch.from_numpy(words.astype(np.uint8)).reshape(tuple(shape))
 
 
-GENERATORS: dict[str, Callable[..., torch.Tensor]] = {"normal": normal, "integers": integers}
+def mt19937(seed: int, skip: int, shape: Sequence[int], low: int, high: int) -> torch.Tensor:
+    """uint8, low + word % (high - low + 1) of a 32-bit stream after `skip` words: what torch.randint draws on a CPU."""
+    words = np.random.RandomState(seed).randint(0, 1 << 32, size=skip + math.prod(shape), dtype=np.uint32)[skip:]
+    return torch.from_numpy((words % np.uint32(high - low + 1) + np.uint32(low)).astype(np.uint8)).reshape(tuple(shape))
+
+
+GENERATORS: dict[str, Callable[..., torch.Tensor]] = {"normal": normal, "integers": integers, "mt19937": mt19937}

@@ -58,8 +58,9 @@ class Case:
 
     tensors: role -> tensor name. For moe: hidden_states, topk_ids, topk_weights, w13, w2, where given scales,
     w13_scale, w2_scale, w13_global_scale, w2_global_scale; and output. previous_topk_ids, where present: the routing of
-    an earlier launch on the same buffers, all else equal. For tensor_core: a `[M, K]`, b `[N, K]`, maybe c,
-    and d `[M, N]`; a and b in codes of the operand format, or bf16. For special_function: x and y, float32.
+    an earlier launch on the same buffers, all else equal. With several EP ranks: the tokens of all, rank after rank.
+    For tensor_core: a `[M, K]`, b `[N, K]`, maybe c, and d `[M, N]`; a and b in codes of the operand format, or bf16.
+    For special_function: x and y, float32.
     """
 
     title: str
@@ -69,6 +70,11 @@ class Case:
     options: dict[str, object] = field(default_factory=dict)  #: arguments of find_scheme
     config: dict[str, object] = field(default_factory=dict)  #: what else the kernel was told; decides no bits
     launches: int = 1  #: runs that gave these same bits
+
+    @property
+    def tokens_per_rank(self) -> list[int] | None:
+        """How the tokens were spread over EP ranks, in order; None: all on one."""
+        return self.config.get("tokens_per_rank")  # type: ignore[return-value]
 
 
 class Recording:

@@ -1,7 +1,7 @@
 """Replay recordings through the reference and count the bits that differ."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -10,12 +10,13 @@ import torch
 
 from fp4ep.reference.formats import E4M3, E5M2, decode
 from fp4ep.reference.moe import moe_forward
-from fp4ep.reference.scheme import Evidence, Scheme
+from fp4ep.reference.scheme import Combine, Evidence, Scheme
 from fp4ep.reference.schemes import find_scheme
 from fp4ep.reference.special import ex2_approx, rcp_approx
 from fp4ep.reference.tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, matmul
-from fp4ep.reference.types import MoEInputs, MoEWeights
+from fp4ep.reference.types import MoEInputs, MoEWeights, Trace
 
+from .order_set import reachable
 from .recording import Case, Recording, RecordingError
 
 #: Instruction and operand format behind the name of a tensor_core case.
@@ -81,8 +82,16 @@ def replay_cases(recording: Recording, cases: Iterable[Case], progress: Callable
         )
 
 
-def run_moe(scheme: Scheme, tensors: Mapping[str, torch.Tensor], progress: Progress = lambda share: None):
-    """The reference's output for the tensors of a moe case, by role (see `Case`); its `output` is not looked at."""
+def run_moe(
+    scheme: Scheme,
+    tensors: Mapping[str, torch.Tensor],
+    progress: Progress = lambda share: None,
+    tokens_per_rank: Sequence[int] | None = None,
+) -> Trace:
+    """The reference's stages for the tensors of a moe case, by role (see `Case`); its `output` is not looked at.
+
+    tokens_per_rank: how the tokens are spread over EP ranks; None: all on one.
+    """
     rest = {role: tensor for role, tensor in tensors.items() if role != "output"}
     previous_ids, workspace = rest.pop("previous_topk_ids", None), None
     inputs = MoEInputs(**{field.name: rest.pop(field.name) for field in fields(MoEInputs) if field.name in rest})
@@ -90,15 +99,29 @@ def run_moe(scheme: Scheme, tensors: Mapping[str, torch.Tensor], progress: Progr
     if previous_ids is not None:
         _, trace = moe_forward(scheme, weights, replace(inputs, topk_ids=previous_ids))
         workspace = [trace["combine"].tensors["terms"]]
-    output, _ = moe_forward(
-        scheme, weights, inputs, workspace=workspace, progress=lambda done, total: progress(done / max(total, 1))
+    ranks = split_tokens(inputs, tokens_per_rank or [len(inputs.hidden_states)])
+    _, trace = moe_forward(
+        scheme, weights, ranks, workspace=workspace, progress=lambda done, total: progress(done / max(total, 1))
     )
-    return output
+    return trace
+
+
+def split_tokens(inputs: MoEInputs, tokens_per_rank: Sequence[int]) -> list[MoEInputs]:
+    """Consecutive tokens to consecutive ranks. Raises ValueError when the counts are not those of the tokens."""
+    if sum(tokens_per_rank) != len(inputs.hidden_states):
+        raise ValueError(f"tokens_per_rank must sum to {len(inputs.hidden_states)}, got {list(tokens_per_rank)}")
+    columns = {name: t.split(list(tokens_per_rank)) for name, t in vars(inputs).items() if t is not None}
+    return [MoEInputs(**{name: parts[r] for name, parts in columns.items()}) for r in range(len(tokens_per_rank))]
 
 
 def _replay_moe(case: Case, tensors: dict[str, torch.Tensor], progress: Progress):
     scheme = find_scheme(case.scheme, **case.options)
-    return str(scheme), run_moe(scheme, tensors, progress), tensors["output"]
+    trace = run_moe(scheme, tensors, progress, case.tokens_per_rank)
+    terms, found = (torch.cat([s.tensors[n] for s in trace if s.name == "combine"]) for n in ("terms", "values"))
+    expected = tensors["output"]
+    if scheme.combine is Combine.ON_ARRIVAL:  # equal means: some order of the terms gives it
+        found = torch.where(reachable(expected, terms, tensors["topk_ids"]), expected, found)
+    return str(scheme), found, expected
 
 
 def _replay_tensor_core(case: Case, tensors: dict[str, torch.Tensor], progress: Progress):

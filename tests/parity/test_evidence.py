@@ -64,7 +64,8 @@ def recording() -> Recording:
 
 def differing(recording: Recording, case, scheme: Scheme) -> int:
     tensors = recording.roles(case)
-    return int((run_moe(scheme, tensors).view(torch.int16) != tensors["output"].view(torch.int16)).sum())
+    output = run_moe(scheme, tensors)["combine"].tensors["values"]
+    return int((output.view(torch.int16) != tensors["output"].view(torch.int16)).sum())
 
 
 @pytest.mark.parametrize(

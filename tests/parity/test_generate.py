@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4ep.parity import generate
-from fp4ep.parity.generate import GENERATORS, integers, normal
+from fp4ep.parity.generate import GENERATORS, integers, mt19937, normal
 
 #: A recording rebuilds its tensors by these rules: a change of any makes every shipped recording unreadable.
 SAMPLES = [
@@ -31,6 +31,11 @@ SAMPLES = [
         "integers",
         {"seed": 7, "shape": [33], "low": 0, "high": 255},
         "2cc6a8e9de879d93d8371db70986bec487d1d291a40a6caa295f4e1b786862ad",
+    ),
+    (
+        "mt19937",
+        {"seed": 1, "skip": 5, "shape": [33], "low": 1, "high": 126},
+        "e1b24ef02b907e9c75436c2cbe6357ac24ec10d1be2e9f8f2aed54f8485dae9d",
     ),
 ]
 
@@ -61,6 +66,13 @@ def test_normal_is_the_sum_of_four_halfwords():
 def test_integers_is_the_remainder():
     words = np.random.PCG64(3).random_raw(50).tolist()
     assert integers(3, [50], 105, 124).tolist() == [word % 20 + 105 for word in words]
+
+
+def test_mt19937_is_the_stream_of_the_original_code():
+    """The first outputs for seed 5489, the default of Matsumoto and Nishimura's code and of C++'s std::mt19937."""
+    words = [3499211612, 581869302, 3890346734, 3586334585, 545404204]
+    assert mt19937(5489, 0, [5], 0, 255).tolist() == [word % 256 for word in words]
+    assert mt19937(5489, 2, [3], 105, 124).tolist() == [word % 20 + 105 for word in words[2:]]
 
 
 def test_a_seed_gives_one_stream():
