@@ -80,10 +80,10 @@ class TensorComparison:
 
     @property
     def holds(self) -> Holds:
-        if self.differing == 0:
-            return Holds.BITS
         if self.outside:
             return Holds.NONE
+        if self.differing == 0:
+            return Holds.BITS
         return Holds.ULPS if self.max_ulps <= _FEW_ULPS else Holds.BOUND
 
 

@@ -19,6 +19,7 @@ from fp4ep.optimized.flashinfer_sm90 import launch_megakernel, run_megakernel, s
 from fp4ep.reference.types import MoEInputs, MoEWeights
 
 from .corpus import build_large, build_special_values
+from .corpus_problems import build_problems
 from .corpus_ranks import build_ranks
 from .recording import RecordingWriter
 
@@ -97,6 +98,13 @@ def main(folder: str) -> None:
         writer = RecordingWriter(title, source)
         build(writer, run, report)
         writer.write(Path(folder) / f"{name}.safetensors")
+
+    def launches(scheme, options, weights, inputs, capacity):
+        return launch_megakernel(scheme, options, weights, inputs, max_tokens_per_rank=capacity)
+
+    writer = RecordingWriter("The harness's own problems, rounding ties and poisoned padding among them", source)
+    build_problems(writer, launches, report)
+    writer.write(Path(folder) / "h200_problems.safetensors")
     from .triton_probe import record_probes
 
     writer = RecordingWriter(

@@ -1,6 +1,7 @@
 """Problems: a layer and its tokens, made from a few numbers and two names, alike on every rank and machine."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from fp4ep.reference.formats import E2M1, E4M3, Format
 from fp4ep.reference.quantize import MX_BLOCK, NVFP4_BLOCK, quantize_mx, quantize_nvfp4
 from fp4ep.reference.scales import ScaleRule
 from fp4ep.reference.scheme import ScaleSource, Scheme, Weights
-from fp4ep.reference.schemes import find_scheme
+from fp4ep.reference.schemes import SCHEMES, find_scheme
 from fp4ep.reference.types import MoEInputs, MoEWeights
 
 from .generate import integers, normal
@@ -30,12 +31,20 @@ class Layer:
         return len(self.inputs)
 
 
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def evenly(tokens: int, ep_size: int) -> list[int]:
+    """How many tokens each rank gets when they are spread as evenly as they go."""
+    return [tokens * (rank + 1) // ep_size - tokens * rank // ep_size for rank in range(ep_size)]
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a layer is made from. Two problems that differ only in `tokens`, with the same sum, hold the same tokens.
 
-    Raises ValueError on an unknown pattern or scheme, or sizes that make no layer; `build` then checks nothing more
-    than `moe_forward` does.
+    Raises ValueError on whatever makes no layer. What a scheme asks of the sizes beyond that is `moe_forward`'s to say.
     """
 
     scheme: str  #: FlashInfer's registry name
@@ -51,20 +60,32 @@ class Problem:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        names = sorted({scheme.name for scheme in SCHEMES})
+        if self.scheme not in names:
+            raise ValueError(f"scheme: {self.scheme!r} is not one of {', '.join(names)}")
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f"options must be a mapping of find_scheme's arguments, got {self.options!r}")
         find_scheme(self.scheme, **self.options)
         for name, known in (("values", VALUES), ("routing", ROUTING)):
-            if getattr(self, name) not in known:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(known)}")
-        if not self.tokens or min(self.tokens) < 0 or self.num_experts % len(self.tokens):
+        for name, least in (("num_experts", 1), ("top_k", 1), ("padding", 0), ("seed", 0)):
+            if not _whole(getattr(self, name), least):
+                raise ValueError(f"{name} must be a whole number >= {least}, got {getattr(self, name)!r}")
+        tokens = self.tokens
+        fits = isinstance(tokens, tuple) and tokens and all(_whole(count, 0) for count in tokens)
+        if not fits or self.num_experts % len(tokens):
             raise ValueError(
-                f"tokens must name a number >= 0 for each of 1 or more ranks, and the ranks divide the "
-                f"{self.num_experts} experts, got {self.tokens}"
+                f"tokens must be a tuple with a whole number >= 0 for each of 1 or more ranks that divide the "
+                f"{self.num_experts} experts, got {tokens!r}"
             )
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"top_k must be 1 to num_experts = {self.num_experts}, got {self.top_k}")
+        least, most = _TOP_K.get(self.routing, (1, 1))
+        if not least <= self.top_k <= self.num_experts // most:
+            limits = f"{least} to {self.num_experts // most} of {self.num_experts} experts with {self.routing} routing"
+            raise ValueError(f"top_k must be {limits}, got {self.top_k}")
         for name in ("hidden", "intermediate"):
-            if getattr(self, name) < 64 or getattr(self, name) % 64:
-                raise ValueError(f"{name} must be a positive multiple of 64, got {getattr(self, name)}")
+            if not _whole(getattr(self, name), 64) or getattr(self, name) % 64:
+                raise ValueError(f"{name} must be a positive multiple of 64, got {getattr(self, name)!r}")
 
     @property
     def ep_size(self) -> int:
@@ -72,8 +93,7 @@ class Problem:
 
     def over(self, ep_size: int) -> "Problem":
         """The same tokens over another number of ranks, as evenly as they go."""
-        total = sum(self.tokens)
-        return replace(self, tokens=tuple(total * (r + 1) // ep_size - total * r // ep_size for r in range(ep_size)))
+        return replace(self, tokens=tuple(evenly(sum(self.tokens), ep_size)))
 
     def __str__(self) -> str:
         scheme = str(find_scheme(self.scheme, **self.options))
@@ -98,6 +118,9 @@ class Problem:
         ids = ROUTING[self.routing](self, total)
         share = 1.0 + integers(self.seed * 100 + 3, ids.shape, 0, 255).float()
         weights = share / share.sum(1, keepdim=True)
+        if self.routing == "cancelling":
+            weights[:, 0] = 2.0**18
+            weights[:, -1] = -(2.0**18)
         inputs, first = [], 0
         for count in self.tokens:
             rows = slice(first, first + count)
@@ -127,10 +150,18 @@ def _outliers(problem: Problem, scheme: Scheme, tokens: int) -> torch.Tensor:
     return x
 
 
+def _static(scheme: Scheme) -> float | None:
+    """The static scale of staging, if there is one."""
+    fixed = scheme.stage is not None and scheme.stage.source is ScaleSource.STATIC
+    return scheme.fc1_activation_dequant_scale if fixed else None
+
+
 def _tiny(problem: Problem, scheme: Scheme, tokens: int) -> torch.Tensor:
-    """Rows down to 1e-33, where scales meet their floor."""
-    exponent = torch.linspace(-27, -33, max(tokens, 1), dtype=torch.float64)[:tokens, None]
-    return (_normal(problem, scheme, tokens).double() * 10.0**exponent).bfloat16()
+    """Rows down to 1e-33, where scales meet their floor; under a static scale down to the format's subnormals."""
+    static = _static(scheme)
+    first, last = (-27, -33) if static is None else (0, -3)
+    exponent = torch.linspace(first, last, max(tokens, 1), dtype=torch.float64)[:tokens, None]
+    return (_normal(problem, scheme, tokens).double() * (static or 1.0) * 10.0**exponent).bfloat16()
 
 
 def _zeros(problem: Problem, scheme: Scheme, tokens: int) -> torch.Tensor:
@@ -141,10 +172,13 @@ def _zeros(problem: Problem, scheme: Scheme, tokens: int) -> torch.Tensor:
 
 
 def _saturating(problem: Problem, scheme: Scheme, tokens: int) -> torch.Tensor:
-    """Alternating signs of one magnitude: every code is the format's largest; a static scale overflows."""
-    static = scheme.fc1_activation_dequant_scale
-    magnitude = 1000.0 * static if scheme.stage and scheme.stage.source is ScaleSource.STATIC else 7.0
-    sign = 1 - 2 * (integers(problem.seed * 100, (tokens, problem.hidden), 0, 1).float())
+    """One magnitude: every code is the format's largest. Under a static scale every fourth token is twice as large."""
+    static = _static(scheme)
+    sign = 1 - 2 * integers(problem.seed * 100, (tokens, problem.hidden), 0, 1).float()
+    if static is None or scheme.stage is None:
+        return (sign * 7.0).bfloat16()
+    magnitude = torch.full((tokens, 1), scheme.stage.element.max * static)
+    magnitude[3::4] *= 2
     return (sign * magnitude).bfloat16()
 
 
@@ -153,8 +187,8 @@ def _ties(problem: Problem, scheme: Scheme, tokens: int) -> torch.Tensor:
     rule = scheme.stage
     element = rule.element if rule else E4M3
     x = tie_aligned(problem.seed * 100, (tokens, problem.hidden), element, (rule and rule.block) or problem.hidden)
-    if rule and rule.source is ScaleSource.STATIC:
-        return (x * scheme.fc1_activation_dequant_scale).bfloat16()
+    if (static := _static(scheme)) is not None:  # at ties where it is a power of two
+        return (x * static).bfloat16()
     exponent = integers(problem.seed * 100 + 9, (tokens, 1), 0, 8).float() - 12
     return (x * 2.0**exponent).bfloat16()
 
@@ -163,13 +197,13 @@ def tie_aligned(seed: int, shape: tuple[int, int], element: Format, block: int) 
     """float32 `[rows, K]`: random midpoints between neighbouring codes, and the format's maximum once a block.
 
     So a scale made from the block's amax is a power of two, every other value is exactly at a tie, and random data's
-    blindness to the tie rule is gone. UE8M0's own boundary is there too: the maximum is the value at which FLOOR, CEIL
-    and RCEIL scales part.
+    blindness to the tie rule is gone. UE8M0's own boundary is there too: at the maximum CEIL parts from the other
+    rules, and one step above it RCEIL does.
     """
     values = element.values[: element.max_code + 1].double()
     midpoints = ((values[1:] + values[:-1]) / 2).float()
     pick = integers(seed, shape, 0, len(midpoints) - 1).long()
-    sign = 1 - 2 * integers(seed + 1, shape, 0, 1).float()
+    sign = 1 - 2 * integers(seed + 50, shape, 0, 1).float()
     x = midpoints[pick] * sign
     x[:, ::block] = element.max
     return x
@@ -212,12 +246,9 @@ def _skewed(problem: Problem, tokens: int) -> torch.Tensor:
 
 
 def _empty_rank(problem: Problem, tokens: int) -> torch.Tensor:
-    """The experts of the last rank (of a single one: the last expert) get nothing."""
+    """The second half of the experts gets nothing: so the last rank, of however many."""
     scores = _scores(problem, tokens)
-    per_rank = problem.num_experts // problem.ep_size if problem.ep_size > 1 else 1
-    scores[:, -per_rank:] = -1
-    if problem.num_experts - per_rank < problem.top_k:
-        raise ValueError(f"top_k: empty_rank routing leaves {problem.num_experts - per_rank} experts")
+    scores[:, problem.num_experts // 2 :] = -1
     return _top_k(problem, scores)
 
 
@@ -237,6 +268,13 @@ def _duplicates(problem: Problem, tokens: int) -> torch.Tensor:
     return ids
 
 
+def _cancelling(problem: Problem, tokens: int) -> torch.Tensor:
+    """First and last slot name one expert, with weights of 2^18 and -2^18: the sum shows in which order it was made."""
+    ids = _uniform(problem, tokens)
+    ids[:, -1] = ids[:, 0]
+    return ids
+
+
 def _score_ties(problem: Problem, tokens: int) -> torch.Tensor:
     """Router scores of three levels only: most tokens tie at the edge of the top-k."""
     return _top_k(problem, _scores(problem, tokens, levels=3))
@@ -249,25 +287,33 @@ ROUTING: dict[str, Callable[[Problem, int], torch.Tensor]] = {
     "empty_rank": _empty_rank,
     "masked": _masked,
     "duplicates": _duplicates,
+    "cancelling": _cancelling,
     "score_ties": _score_ties,
 }
+#: Routing -> least top_k, and how many experts there must be for each slot; (1, 1) where not named.
+_TOP_K = {"empty_rank": (1, 2), "duplicates": (2, 1), "cancelling": (3, 1)}
 
 
 # --- weights -----------------------------------------------------------------------------------------------------
 
 
+#: Format and block in which packed weights lie at ties; others in the format of the tokens.
+_TIED = {Weights.NVFP4: (E2M1, NVFP4_BLOCK), Weights.MXFP4: (E2M1, MX_BLOCK)}
+
+
 def _weights(problem: Problem, scheme: Scheme) -> MoEWeights:
-    """Dense normal weights, packed where the scheme's family is FP4; with "ties", on E2M1's own boundaries."""
+    """Dense normal weights, packed where the scheme's family is FP4; with "ties", on the boundaries of its format."""
     e, h, i = problem.num_experts, problem.hidden, problem.intermediate
     shapes = {"w13": (e, 2 * i, h), "w2": (e, h, i)}
-    gain = 1e28 if problem.values == "tiny" else 1.0  # so that tiny inputs become ordinary values after fc1
+    tiny = problem.values == "tiny" and _static(scheme) is None
+    gain = 1e28 if tiny else 1.0  # so that tiny inputs become ordinary values after fc1
     dense = {}
     for n, (leg, shape) in enumerate(shapes.items()):
         dense[leg] = normal(problem.seed * 100 + 20 + n, shape, (0.06 * gain, 0.08)[n])
         if problem.values == "ties":
-            block = MX_BLOCK if scheme.weights is Weights.MXFP4 else NVFP4_BLOCK
-            ties = tie_aligned(problem.seed * 100 + 30 + 2 * n, (shape[0] * shape[1], shape[2]), E2M1, block)
-            dense[leg] = (ties / 64).bfloat16().reshape(shape)
+            element, block = _TIED.get(scheme.weights, (scheme.stage.element if scheme.stage else E4M3, 128))
+            ties = tie_aligned(problem.seed * 100 + 30 + n, (shape[0] * shape[1], shape[2]), element, block)
+            dense[leg] = (ties * 2.0 ** -(math.frexp(element.max)[1] + 3)).bfloat16().reshape(shape)
     if scheme.weights is Weights.NVFP4:
         quantized = {leg: quantize_nvfp4(w) for leg, w in dense.items()}
     elif scheme.weights is Weights.MXFP4:
@@ -294,12 +340,19 @@ CASES: dict[str, dict[str, Any]] = {
     "a rank without routes": {"routing": "empty_rank"},
     "masked slots": {"routing": "masked"},
     "duplicate ids": {"routing": "duplicates"},
+    "routes that cancel": {"routing": "cancelling", "top_k": 4},
     "tied router scores": {"routing": "score_ties"},
     "poisoned padding": {"padding": 5},
     "uneven ranks, one without tokens": {"tokens": (11, 0, 1, 4)},
 }
 
 
-def problems(scheme: str, options: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Problem]:
-    """Every case of CASES for a scheme, by name. changes: fields of Problem for all of them."""
-    return {name: Problem(scheme, options or {}, **{**changes, **case}) for name, case in CASES.items()}
+def problems(
+    scheme: str, options: Mapping[str, Any] | None = None, cases: Iterable[str] | None = None, **changes: Any
+) -> dict[str, Problem]:
+    """Problems for a scheme by name of the case. cases: keys of CASES, None for all; changes: fields of Problem for all
+    of them, unless a case is made by that field. Raises ValueError on an unknown case, and as Problem does."""
+    chosen = list(CASES if cases is None else cases)
+    if unknown := [name for name in chosen if name not in CASES]:
+        raise ValueError(f"cases: {', '.join(unknown)} not among {', '.join(CASES)}")
+    return {name: Problem(scheme, options or {}, **{**changes, **CASES[name]}) for name in chosen}

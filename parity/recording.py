@@ -10,6 +10,8 @@ The header's metadata has one entry, `fp4ep`, a JSON object:
                 {"kind": "stored", "encoding": "raw" or "xz"}              in this file, under its name
                 {"kind": "generated", "generator": g, "arguments": {...}}   `fp4ep.parity.generate`
                 {"kind": "quantized", "rule": r, "of": name, "part": p}     a dense tensor of this recording, quantized
+                {"kind": "problem", "problem": {...}, "part": p}            "weights.w13", "inputs.topk_ids", ... of a
+                                                                            `Problem`, the tokens of all its ranks
     cases     a list of `Case` objects
 
 "xz" holds the tensor's bytes, all first bytes of the elements, then all second bytes and so on, as one xz stream.
@@ -25,6 +27,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +138,8 @@ class Recording:
             return GENERATORS[origin["generator"]](**origin["arguments"])
         if origin["kind"] == "quantized":
             return quantized_part(QUANTIZERS[origin["rule"]](self[origin["of"]]), origin["part"])
+        if origin["kind"] == "problem":
+            return problem_part(origin["problem"], origin["part"])
         raise ValueError(f"unknown origin {origin['kind']!r}")
 
 
@@ -160,6 +165,10 @@ class RecordingWriter:
         tensor = quantized_part(QUANTIZERS[rule](dense), part)
         return self._add(name, tensor, {"kind": "quantized", "rule": rule, "of": of, "part": part})
 
+    def problem(self, name: str, problem: dict, part: str) -> torch.Tensor:
+        """problem: as JSON."""
+        return self._add(name, problem_part(problem, part), {"kind": "problem", "problem": problem, "part": part})
+
     def _add(self, name: str, tensor: torch.Tensor, origin: dict) -> torch.Tensor:
         dtype, shape = _describe(tensor)
         self.specs[name] = {"dtype": dtype, "shape": shape, "sha256": sha256(tensor), "from": origin}
@@ -174,7 +183,7 @@ class RecordingWriter:
 def write_safetensors(tensors: Mapping[str, torch.Tensor], path: str | Path, header: Mapping) -> None:
     """Write tensors and their JSON header, replacing an older file only when the new one is complete."""
     path = Path(path)
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # of this file and this process only
     try:
         save_file(dict(tensors), partial, metadata={"fp4ep": json.dumps(header)})
         partial.chmod(0o644)
@@ -187,6 +196,21 @@ def quantized_part(quantized: Quantized, part: str) -> torch.Tensor:
     """part: "codes" (two E2M1 per byte), "scales" or "global_scale"."""
     tensor = pack_e2m1(quantized.codes) if part == "codes" else getattr(quantized, part)
     return tensor.contiguous()
+
+
+def problem_part(problem: dict, part: str) -> torch.Tensor:
+    """part: "weights." or "inputs." and a field of MoEWeights or MoEInputs."""
+    layer = _layer(json.dumps(problem, sort_keys=True))
+    owner, name = part.split(".")
+    owners = [layer.weights] if owner == "weights" else layer.inputs
+    return torch.cat([getattr(each, name) for each in owners])
+
+
+@lru_cache(maxsize=1)
+def _layer(problem: str):
+    from .problem import Problem  # which needs this module
+
+    return Problem.from_json(json.loads(problem)).build()
 
 
 def _describe(tensor: torch.Tensor) -> tuple[str, list[int]]:

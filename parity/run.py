@@ -10,7 +10,7 @@ The header's metadata has one entry, `fp4ep`, a JSON object:
     problem   the fields of a `Problem`, or null when the layer came from elsewhere; then its tensors are in the file
     ep_size   number of ranks
     source    versions and hardware of what ran
-    stages    [[name, rank, exactness], ...] in order
+    stages    [[name, rank, exactness, [tensor, ...]], ...] in order
 
 Tensors are named `stages/<rank>/<stage>/<tensor>`, `weights/<field>` and `inputs/<rank>/<field>`. Readers refuse a
 version they do not know.
@@ -92,7 +92,7 @@ def save_run(run: Run, path: str | Path) -> None:
         "problem": run.problem and run.problem.as_json(),
         "ep_size": run.layer.ep_size,
         "source": dict(run.source),
-        "stages": [[stage.name, stage.rank, stage.exactness.name] for stage in run.trace],
+        "stages": [[stage.name, stage.rank, stage.exactness.name, list(stage.tensors)] for stage in run.trace],
     }
     tensors = {
         f"stages/{stage.rank}/{stage.name}/{name}": tensor
@@ -122,9 +122,16 @@ def load_run(path: str | Path) -> Run:
         problem = header["problem"] and Problem.from_json(header["problem"])
         layer = problem.build() if problem else _layer(scheme, header["ep_size"], tensors)
         stages = tuple(
-            Stage(name, rank, Exactness[exactness], _under(tensors, f"stages/{rank}/{name}/"))
-            for name, rank, exactness in header["stages"]
+            Stage(name, rank, Exactness[exactness], {n: tensors[f"stages/{rank}/{name}/{n}"] for n in names})
+            for name, rank, exactness, names in header["stages"]
         )
+        if (layer.scheme, layer.ep_size) != (scheme, header["ep_size"]):
+            raise ValueError(f"its problem is {problem}, its scheme {scheme} over {header['ep_size']} ranks")
+        shown: dict[str, list[int]] = {"combine": []}
+        for stage in stages:
+            shown.setdefault(stage.name, []).append(stage.rank)
+        if any(sorted(ranks) != list(range(layer.ep_size)) for ranks in shown.values()):
+            raise ValueError(f"its stages must be of every rank of {layer.ep_size}, got {shown}")
         return Run(header["side"], Claim[header["claim"]], layer, Trace(stages), problem, header["source"])
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path}: not an fp4ep run ({error!r})") from error

@@ -49,6 +49,7 @@ class Allowance:
     rung: Rung
     because: str
     judge: Judge
+    intervals: Mapping[int, Interval] | None = None  #: of each rank, in the order of its rows; BOUND only
 
 
 def _every_bit(rank: int, left: torch.Tensor, right: torch.Tensor, rows: torch.Tensor | None) -> Verdict:
@@ -94,15 +95,22 @@ _BECAUSE = {
 }
 
 
+def check_claims(left: str, left_claim: Claim, right_claim: Claim) -> None:
+    """Raises ValueError when the left side does not claim bits, and when the right claims FLOAT32 and the left is not
+    the reference: errors are bounded around exact values, which say nothing about a third implementation."""
+    if left_claim is not Claim.BITS:
+        raise ValueError(f"left must claim bits, got {left}, which claims {left_claim.value}")
+    if right_claim is Claim.FLOAT32 and left != REFERENCE:
+        raise ValueError(f"left must be the reference when the right side claims float32, got {left}")
+
+
 def derive(left: Run, right: Run) -> Callable[[str, str], Allowance]:
     """(stage, tensor) -> what the right side is allowed there.
 
-    Raises ValueError when the left side does not claim bits; when the right claims FLOAT32 and the left is not the
-    reference (errors are bounded around exact values, which say nothing about a third implementation); and when the
-    scheme's combine is not deterministic and neither side shows its terms.
+    Raises ValueError as `check_claims`, and when the scheme's combine is not deterministic and neither side shows its
+    terms.
     """
-    if left.claim is not Claim.BITS:
-        raise ValueError(f"left must claim bits, got {left.side}, which claims {left.claim.value}")
+    check_claims(left.side, left.claim, right.claim)
     if right.claim is Claim.BITS:
         same = Allowance(Rung.BITS, "both sides claim the scheme's own arithmetic", _every_bit)
         if left.scheme.combine is not Combine.ON_ARRIVAL:
@@ -112,14 +120,12 @@ def derive(left: Run, right: Run) -> Callable[[str, str], Allowance]:
             raise ValueError("left or right must show its combine terms: routes add in order of arrival")
         summed = Allowance(Rung.ORDER, "the routes' terms, added in bf16 in some order", _in_some_order(run))
         return lambda stage, tensor: summed if (stage, tensor) == ("combine", "values") else same
-    if left.side != REFERENCE:
-        raise ValueError(f"left must be the reference when the right side claims float32, got {left.side}")
     intervals = layer_intervals(left.layer, left.stages("dispatch"))
 
     def allowance(stage: str, tensor: str) -> Allowance:
         found = intervals.get((stage, tensor))
         if found is None:
             return Allowance(Rung.BITS, "equal input, and no operation that the claim leaves open", _every_bit)
-        return Allowance(Rung.BOUND, _BECAUSE[stage, tensor], _within(found))
+        return Allowance(Rung.BOUND, _BECAUSE[stage, tensor], _within(found), found)
 
     return allowance

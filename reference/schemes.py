@@ -135,7 +135,7 @@ def _reduced_in_kernel(record: Scheme) -> tuple[Scheme, Scheme]:
     """The record without and with the opt-in sum of routes inside fc2."""
     knob = "enable_in_kernel_fc2_reduce"
     without = replace(record, knobs={**record.knobs, knob: (False,)})
-    evidence = Evidence.VERIFIED if record in (_FP8[0], _BF16) else Evidence.MODELLED
+    evidence = Evidence.VERIFIED if record in (_FP8[0], _FP8[-2], _BF16) else Evidence.MODELLED
     knobs = {**record.knobs, knob: (True,)}
     return without, replace(record, knobs=knobs, combine=Combine.ON_ARRIVAL, evidence=evidence)
 

@@ -1,22 +1,12 @@
 """The hardware that tests may ask for, and a last word on what a run left out."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import pytest
-import torch
 
+from fp4ep.parity.sides import missing_for_flashinfer_sm90
 
-def missing_for_flashinfer_sm90() -> str | None:
-    """What keeps FlashInfer's SM90 megakernels from running here; None: nothing."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        return f"compute capability {'.'.join(map(str, capability))}, not 9.0"
-    if find_spec("flashinfer") is None:
-        return "flashinfer is not installed"
-    return None
+pytest_plugins = ["pytester"]
 
 
 @pytest.fixture

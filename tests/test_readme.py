@@ -32,7 +32,7 @@ def test_changelog_counts_them_too():
 
 
 def test_example_runs(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (example,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)
     names: dict = {}
     exec(example, names)
     assert names["output"].shape == (4, 256)

@@ -88,7 +88,12 @@ def test_numbers_are_filled_in():
     [
         ("nvfp4", {}, "name: no scheme 'nvfp4'", f"known: {BF16}, {FP8}, {MXFP4}, {NVFP4}"),
         (NVFP4, {"kperm": 64}, f"kperm: {NVFP4}[nvfp4_kperm=64] has no such option", "nvfp4_kperm, gate_up_clamp"),
-        (BF16, {"fp8_scale_mode": "blockwise"}, "fp8_scale_mode: ", "it has enable_in_kernel_fc2_reduce, gate_up_clamp"),
+        (
+            BF16,
+            {"fp8_scale_mode": "blockwise"},
+            "fp8_scale_mode: ",
+            "it has enable_in_kernel_fc2_reduce, gate_up_clamp",
+        ),
         (NVFP4, {"nvfp4_kperm": 16}, "nvfp4_kperm: 16 is not one of", "[64, 0, 32]"),
         (FP8, {"fp8_scale_mode": "mx"}, "fp8_scale_mode: 'mx' is not one of", "['per_tensor', 'blockwise']"),
         (FP8, {"kind": None}, "kind: None is not one of", "['fp8_e4m3', 'fp8_e5m2']"),
