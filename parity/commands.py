@@ -90,11 +90,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     sides = [find_side(arguments.left), find_side(arguments.right)]
     check_claims(sides[0].name, sides[0].claim, sides[1].claim)
-    recorded = [side for side in sides if side.layer]
-    if recorded:
-        named: dict[str, Problem | Layer] = {recorded[0].name: recorded[0].layer(arguments.ep)}
-    else:
-        named = dict(_problems(arguments))
+    recorded = {side.name: side.layer(arguments.ep) for side in sides if side.layer}
+    named: dict[str, Problem | Layer] = {**recorded} if recorded else {**_problems(arguments)}
     if len(named) > 1 and arguments.html:
         raise ValueError("--html: one page shows one case; give --case, or --save DIR and `fp4ep parity report`")
     how = "spawned" if arguments.spawn else None

@@ -1,8 +1,9 @@
 """Two runs of one layer, stage by stage: what differs, where first, and whether the right side keeps its promise."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -182,15 +183,17 @@ def _unmatched(left: Run, right: Run, rows: dict[int, Rows]) -> Iterator[Differe
         for side, run, index in (("left", left, match.only_left), ("right", right, match.only_right)):
             table = run.stages("dispatch")[rank]
             for row in index.tolist():
-                where = {name: int(table[name][row]) for name in _KEY}
-                words = ("present", "absent") if side == "left" else ("absent", "present")
-                yield Difference("dispatch", "routes", rank, *words, **where)
+                here, there = ("present", "absent") if side == "left" else ("absent", "present")
+                where: dict[str, Any] = {name: int(table[name][row]) for name in _KEY}
+                yield replace(Difference("dispatch", "routes", rank, here, there), **where)
 
 
 def _compare_tensor(
     left: Run, right: Run, stage: str, name: str, rows: dict[int, Rows], allowance: Allowance
 ) -> tuple[TensorComparison, tuple[Difference | None, Difference | None]]:
-    pairs, per_rank, per_expert = [], {}, {}
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    per_rank: dict[int, int] = {}
+    per_expert: dict[int, int] = {}
     first, outside, allowed, forbidden, headroom = None, None, 0, 0, None
     for rank, ours in left.stages(stage).items():
         a, b = ours[name], right.stages(stage)[rank][name]
@@ -198,6 +201,9 @@ def _compare_tensor(
         if stage in ROUTE_STAGES:
             a, b = a[rows[rank].left], b[rows[rank].right]
             keys = {n: left.stages("dispatch")[rank][n][rows[rank].left] for n in _KEY}
+        if a.shape != b.shape or a.dtype != b.dtype:
+            wanted, got = (f"{x.dtype} {list(x.shape)}" for x in (a, b))
+            raise ValueError(f"right's {stage}.{name} (rank {rank}) must be {wanted} as on the left, got {got}")
         differs = metrics.bits_differ(a, b)
         verdict = allowance.judge(rank, a, b, rows[rank].left if keys else None)
         per_rank[rank] = int(differs.sum())
@@ -246,18 +252,14 @@ def _first(stage, name, rank, a, b, where, keys, block) -> Difference | None:
         return None
     place = tuple(int(i) for i in where.nonzero()[0])
     row, channel = place[0], place[-1] if len(place) > 1 else None
-    at: dict[str, int] = {n: int(column[row]) for n, column in keys.items()} if keys else {"token": row}
+    at: dict[str, Any] = {n: int(column[row]) for n, column in keys.items()} if keys else {"token": row}
     if len(place) == 3:  # terms: token, slot, channel
         at["slot"] = place[1]
     if channel is not None and block is not None:
         at["block"] = channel if name == "scales" else channel // block
     if name != "scales" and channel is not None:
         at["channel"] = channel
-    shown = [x[place] for x in (a, b)]
-    codes = [
-        f"0x{int(metrics.bits(x.reshape(1))) & (1 << 8 * x.element_size()) - 1:0{2 * x.element_size()}x}" for x in shown
-    ]
-    return Difference(
-        stage, name, rank, *(float(x) for x in shown), *codes,
-        ulps=int(metrics.ulp_distance(*(x.reshape(1) for x in shown))), **at,
-    )  # fmt: skip
+    x, y = a[place], b[place]
+    codes = (metrics.hex_code(x), metrics.hex_code(y))
+    ulps = int(metrics.ulp_distance(x.reshape(1), y.reshape(1)))
+    return replace(Difference(stage, name, rank, float(x), float(y), *codes, ulps), **at)

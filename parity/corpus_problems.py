@@ -56,7 +56,7 @@ def build_problems(writer: RecordingWriter, run: RunLaunches, report: Callable[[
             name = f"output.{len(writer.cases)}"
             writer.store(name, output, "xz")
             short = title.split(", sm90")[0] + f", launch {launch + 1}" * reduced
-            settings = {"max_tokens_per_rank": _CAPACITY, "world_size": 1}
+            settings: dict[str, object] = {"max_tokens_per_rank": _CAPACITY, "world_size": 1}
             repeats = 1 if reduced else len(launches)
             case = Case(
                 short, "moe", problem.scheme, {**roles, "output": name}, dict(problem.options), settings, repeats

@@ -128,5 +128,14 @@ def test_what_cannot_be_compared(expected):
         compare(fake_quant_run(PROBLEM), expected)
     with pytest.raises(ValueError, match="left must be the reference"):
         compare(replace(expected, side="flashinfer"), fake_quant_run(PROBLEM))
+    one_scale = [
+        replace(made, tensors={**made.tensors, "scales": made.tensors["scales"][:, :1]})
+        if made.name == "requantize"
+        else made
+        for made in expected.trace
+    ]
+    halved = replace(expected, trace=replace(expected.trace, stages=tuple(one_scale)))
+    with pytest.raises(ValueError, match=r"right's requantize\.scales \(rank 0\) must be torch\.float32 \[\d+, 2\]"):
+        compare(expected, halved)
     with pytest.raises(ValueError, match="a stage in common"):
         compare(expected, replace(expected, trace=replace(expected.trace, stages=())))
