@@ -1,8 +1,10 @@
-"""Parity of two implementations of one layer: recordings and their replay, problems, comparison, tolerances."""
+"""Parity of two implementations of one layer: recordings and their replay, problems, comparison, tolerances.
 
-from .compare import Comparison, Difference, compare
-from .diagnose import Diagnosis, diagnose
-from .launch import launch
+The verbs are functions of the modules of their name: `compare.compare`, `diagnose.diagnose`, `launch.launch`.
+"""
+
+from .compare import Comparison, Difference
+from .diagnose import Diagnosis
 from .problem import CASES, Layer, Problem, problems
 from .recording import Case, Recording, RecordingError, RecordingWriter
 from .replay import Result, replay_cases, shipped_recordings
@@ -26,10 +28,7 @@ __all__ = [
     "Run",
     "RunError",
     "assert_parity",
-    "compare",
-    "diagnose",
     "find_side",
-    "launch",
     "load_run",
     "problems",
     "replay_cases",

@@ -348,7 +348,7 @@ def test_sides_by_name():
         "flashinfer": Claim.BITS,
     }
     with pytest.raises(
-        ValueError, match="side: 'fast' is not one of reference, fake_quant, flashinfer, recording:FILE"
+        ValueError, match="side: 'fast' is not one of reference, fake_quant, flashinfer, fault:NAME, recording:FILE"
     ):
         find_side("fast")
 

@@ -1,0 +1,117 @@
+"""What the recording scripts declare, run with the reference in the kernel's place: no GPU is needed to try them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4ep.parity import Recording, RecordingWriter, corpus_problems, corpus_ranks, replay_cases, shipped_recordings
+from fp4ep.parity.corpus_problems import PROBLEMS, build_problems
+from fp4ep.parity.corpus_ranks import build_ranks
+from fp4ep.reference import find_scheme, moe_forward
+
+SOURCE = {"hardware": "a test", "flashinfer": "none"}
+
+
+def reference(scheme, options, weights, inputs):
+    known = {name: value for name, value in options.items() if name != "dedup_dispatch"}
+    return moe_forward(find_scheme(scheme, **known), weights, inputs)[0]
+
+
+def shipped(stem: str) -> Recording:
+    (path,) = (path for path in shipped_recordings() if path.stem == stem)
+    return Recording(path)
+
+
+def replayed(path: Path) -> list[int]:
+    recording = Recording(path)
+    return [result.differing for result in replay_cases(recording, recording.cases, lambda case: lambda share: None)]
+
+
+def test_problems_are_recorded(monkeypatch, tmp_path):
+    """One of each kind; two launches that differ are refused, but not where routes are added on arrival."""
+    some = [name for name in PROBLEMS if "ordinary, sm90_bf16" in name or "top-k 4, sm90_bf16" in name]
+    monkeypatch.setattr(corpus_problems, "PROBLEMS", {name: PROBLEMS[name] for name in some})
+    writer, said = RecordingWriter("a test", SOURCE), []
+    build_problems(writer, lambda *given: [reference(*given[:4])] * 3, said.append)
+    writer.write(tmp_path / "made.safetensors")
+    assert [case.launches for case in writer.cases] == [3, 1, 1, 1]
+    assert replayed(tmp_path / "made.safetensors") == [0, 0, 0, 0]
+    assert set(writer.stored) == {f"output.{i}" for i in range(4)}  # inputs are rebuilt from the problem
+
+    def unsteady(*given):
+        output = reference(*given[:4])
+        return [output, output + 1]
+
+    writer = RecordingWriter("a test", SOURCE)
+    build_problems(writer, unsteady, said.append)
+    assert ["on arrival" in case.title for case in writer.cases] == [True, True]
+    assert any(line.startswith("LEFT OUT") and "launches differ" in line for line in said)
+
+
+def test_ranks_are_recorded(monkeypatch, tmp_path):
+    monkeypatch.setattr(corpus_ranks, "CASES", [case for case in corpus_ranks.CASES if "bf16_bf16" in case[1]])
+    writer, said = RecordingWriter("a test", SOURCE), []
+    build_ranks(writer, lambda *given: [reference(*given[:4])] * 3, said.append)
+    writer.write(tmp_path / "made.safetensors")
+    assert [case.tokens_per_rank for case in writer.cases] == [[48, 17], [0, 64], [48, 17], [48, 17], [48, 17]]
+    assert replayed(tmp_path / "made.safetensors") == [0] * 5
+
+
+@pytest.mark.parametrize("stem", ["h200_problems", "h200_two_ranks"])
+def test_the_scripts_declare_what_is_shipped(monkeypatch, stem):
+    """Titles, schemes, options and every tensor but the outputs, by checksum."""
+    there = shipped(stem)
+    writer = RecordingWriter("a test", SOURCE)
+
+    def recorded(scheme, options, weights, inputs, capacity):
+        zero = [torch.zeros_like(x.hidden_states) for x in (inputs if isinstance(inputs, list) else [inputs])]
+        return [zero if isinstance(inputs, list) else zero[0]] * 3
+
+    (build_ranks if stem == "h200_two_ranks" else build_problems)(writer, recorded, lambda line: None)
+    assert [(c.title, c.scheme, c.options, c.config) for c in writer.cases] == [
+        (c.title, c.scheme, c.options, c.config) for c in there.cases
+    ]
+    for name, spec in writer.specs.items():
+        if not name.startswith("output."):
+            assert spec["sha256"] == there.specs[name]["sha256"], name
+
+
+_ON_RANKS = """
+import sys
+from fp4ep.parity import corpus_ranks
+from fp4ep.parity.distributed import DistributedExchange
+from fp4ep.parity.flashinfer_record import record_ranks
+from fp4ep.parity.problem import Layer
+from fp4ep.parity.sides import Place, local_layer
+from fp4ep.reference import find_scheme
+from fp4ep.reference.moe import moe_forward_ranks
+
+corpus_ranks.CASES = corpus_ranks.CASES[4:5]
+
+
+def launch(scheme, options, weights, inputs, *, max_tokens_per_rank, ep_rank, ep_size):
+    exchange = DistributedExchange()
+    place = Place((ep_rank,), ep_size, exchange)
+    layer = local_layer(Layer(find_scheme(scheme, **options), weights, (inputs,) * ep_size), place)
+    trace = moe_forward_ranks(
+        layer.scheme, layer.weights, [inputs], ranks=place.ranks, ep_size=ep_size, exchange=exchange
+    )
+    return [trace["combine", ep_rank].tensors["values"]] * 3
+
+
+record_ranks(sys.argv[1], launch, {"hardware": "a test", "flashinfer": "none"})
+"""
+
+
+@pytest.mark.slow
+def test_the_script_records_under_torchrun(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_ON_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, tmp_path]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=120, capture_output=True, env=environment)
+    assert replayed(tmp_path / "h200_two_ranks.safetensors") == [0, 0]
