@@ -86,7 +86,8 @@ def fake_quant_forward(
     fc2 = keep("fc2", [{"values": linear("w2", rows, table["expert"]).bfloat16()} for rows, table in returning])
     routes = [rows | {n: table[n] for n in ("token", "slot")} for rows, table in zip(fc2, received, strict=True)]
     returned = exchange(routes, [table["source_rank"] for table in received])
-    keep("combine", [_combine(scheme.combine, *each) for each in zip(returned, inputs, strict=True)])
+    local = weights.num_experts // len(ranks)
+    keep("combine", [_combine(scheme, local, *each) for each in zip(returned, inputs, strict=True)])
     return Trace(tuple(stages))
 
 
@@ -158,15 +159,31 @@ def _activation(scheme: Scheme, fc1: Rows, received: Rows) -> Rows:
     return {"values": up * gate * torch.sigmoid(gate) * received["topk_weights"][:, None]}
 
 
-def _combine(rule: Combine, returned: Rows, inputs: MoEInputs) -> Rows:
+def _combine(scheme: Scheme, local_experts: int, returned: Rows, inputs: MoEInputs) -> Rows:
     """Slots ascending, in float32 and rounded once, or in bf16. A masked slot is +0, no change to a sum from +0."""
-    terms = torch.zeros(*inputs.topk_ids.shape, inputs.hidden_states.shape[1], dtype=torch.bfloat16)
+    ids, rule = inputs.topk_ids, scheme.combine
+    terms = torch.zeros(*ids.shape, inputs.hidden_states.shape[1], dtype=torch.bfloat16)
     terms[returned["token"], returned["slot"]] = returned["values"]
     slots = list((terms if rule is Combine.ON_ARRIVAL else terms.float()).unbind(1))
     start = [] if rule is Combine.ALL_SLOTS else [torch.zeros_like(slots[0])]
+    if rule is Combine.GROUPED:
+        owners = ids.div(local_experts, rounding_mode="floor")
+        parts = [terms.float().where((owners == r)[..., None], 0.0).unbind(1) for r in owners.unique() if r >= 0]
+        slots = [_sent(reduce(torch.add, [*start, *part]), scheme) for part in parts]
     values = reduce(torch.add, start + slots).bfloat16()
     nan = torch.tensor(0x7FFF, dtype=torch.int16).view(torch.bfloat16)
     return {"terms": terms, "values": values.where(~values.isnan(), nan)}
+
+
+def _sent(part: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """One rank's sums as they arrive: bf16, or FP8 with a power of two for each 32, the smallest that covers amax."""
+    if scheme.wire is None or scheme.wire.dtype is None:
+        return part.bfloat16().float()
+    split = part.unflatten(1, (-1, 32))
+    scale = split.abs().amax(-1, keepdim=True) * (1 / torch.tensor(torch.finfo(scheme.wire.dtype).max))
+    mantissa, exponent = torch.frexp(scale)
+    power = _power_of_two(exponent - (mantissa == 0.5).int())
+    return ((split / power).to(scheme.wire.dtype).float() * power).flatten(1)
 
 
 # --- weights -----------------------------------------------------------------------------------------------------

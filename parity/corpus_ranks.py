@@ -22,6 +22,8 @@ _STATIC = {"fc1_activation_dequant_scale": 0.01, "fc2_activation_dequant_scale":
 _BLOCKWISE: dict[str, Any] = {"fp8_scale_mode": "blockwise"}
 _REDUCED: dict[str, Any] = {"enable_in_kernel_fc2_reduce": True}
 _DEDUP: dict[str, Any] = {"dedup_dispatch": True}
+_GROUPED: dict[str, Any] = _BLOCKWISE | {"grouped_token_back": True}
+_REUSE: dict[str, Any] = {"token_back_mode": "reuse_dispatch_warps"}  # grouping wants it
 
 #: Title, scheme, options that decide bits, options that do not.
 CASES: tuple[tuple[str, str, dict, dict], ...] = (
@@ -32,6 +34,9 @@ CASES: tuple[tuple[str, str, dict, dict], ...] = (
     ("two ranks", BF16, {}, {}),
     ("two ranks, each token sent once per rank", NVFP4, {}, _DEDUP),
     ("two ranks, each token sent once per rank", FP8, _BLOCKWISE, _DEDUP),
+    ("two ranks, summed by rank", FP8, _GROUPED, _REUSE),
+    ("two ranks, summed by rank", FP8, _GROUPED | {"combine_format": "32e4m3xe8m0"}, _REUSE),
+    ("two ranks, summed by rank", FP8, _GROUPED | {"combine_format": "32e5m2xe8m0"}, _REUSE),
     ("two ranks, routes added on arrival", FP8, _STATIC | _REDUCED, {}),
     ("two ranks, routes added on arrival", BF16, _REDUCED, {}),
 )

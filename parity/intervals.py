@@ -209,9 +209,13 @@ def _round(values: torch.Tensor, element: Format) -> torch.Tensor:
 
 
 def _combine(layer: Layer, rank: int, terms: Interval) -> Interval:
-    ids, rule = layer.inputs[rank].topk_ids, layer.scheme.combine
-    if rule is not Combine.ON_ARRIVAL:
-        return terms.map(lambda t: combine(t.bfloat16(), ids, rule))
+    ids, scheme = layer.inputs[rank].topk_ids, layer.scheme
+    local = layer.weights.num_experts // layer.ep_size
+    if scheme.wire is not None:  # codes under a scale of their own: no claim
+        nothing = torch.full_like(terms.low[:, 0], torch.nan)
+        return Interval(nothing, nothing)
+    if scheme.combine is not Combine.ON_ARRIVAL:
+        return terms.map(lambda t: combine(t.bfloat16(), ids, scheme.combine, local))
     gamma = len(ids[0]) * 2.0**-8 if len(ids) else 0.0  # one rounding to bf16 per term, in any order
     absolute = (terms.center.abs() + terms.radius).sum(1)
     return Interval.around(terms.center.sum(1), terms.radius.sum(1) + gamma / (1 - gamma) * absolute)

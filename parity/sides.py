@@ -116,6 +116,8 @@ def flashinfer_options(scheme: Scheme) -> dict[str, Any]:
     It knows a K tile as part of a launch geometry only, and takes "2xacc" from `knobs` or beside a geometry only.
     """
     options = options_of(scheme)
+    if scheme.combine is Combine.GROUPED:
+        options["token_back_mode"] = "reuse_dispatch_warps"
     if options.pop("mma_tiler_k", 128) == 256:
         options |= {"swap_ab": False, "pingpong": False, "mma_tiler_mnk": (64, 128, 256)}
     elif options.get("fp8_accum_mode") == "2xacc":
@@ -185,9 +187,12 @@ def _recorded_layer(path: Path, case: Case, ep_size: int) -> Layer:
     inputs = MoEInputs(**{field.name: roles[field.name] for field in fields(MoEInputs) if field.name in roles})
     weights = MoEWeights(**{field.name: roles[field.name] for field in fields(MoEWeights) if field.name in roles})
     counts = case.tokens_per_rank
+    scheme = find_scheme(case.scheme, **case.options)
     if counts is None or len(counts) != ep_size:
+        if scheme.combine is Combine.GROUPED:
+            raise ValueError(f"ep_size: {case.title!r} was summed by rank, over {len(counts or [0])}, got {ep_size}")
         counts = evenly(len(inputs.hidden_states), ep_size)
-    return Layer(find_scheme(case.scheme, **case.options), weights, tuple(split_tokens(inputs, counts)))
+    return Layer(scheme, weights, tuple(split_tokens(inputs, counts)))
 
 
 # --- faults ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .formats import Format
 from .fp32 import canonical_nan
+from .quantize import dequantize_mx, quantize_mx
+from .scales import ScaleRule
 from .scheme import Combine
 
 #: Columns of equal length, one row per route.
@@ -67,14 +70,24 @@ def route_terms(returned: Rows, workspace: torch.Tensor) -> torch.Tensor:
     return terms
 
 
-def combine(terms: torch.Tensor, topk_ids: torch.Tensor, rule: Combine) -> torch.Tensor:
+def combine(
+    terms: torch.Tensor,
+    topk_ids: torch.Tensor,
+    rule: Combine,
+    local_experts: int | None = None,
+    wire: Format | None = None,
+) -> torch.Tensor:
     """Sum route terms over the top-k slots. Returns `[T, hidden]` bf16.
 
     terms: `[T, top_k, hidden]` bf16; topk_ids: `[T, top_k]`; the routing weight is already inside (the kernels multiply
     the SwiGLU output). Slots are taken in the caller's order; which count, where the sum starts and when it rounds is
-    `rule`. NaN becomes the GPU's canonical 0x7FFF.
+    `rule`; GROUPED needs local_experts, the experts of a rank, and wire, the scheme's. NaN becomes the GPU's canonical
+    0x7FFF.
     Source: FlashInfer 0.7.4, `moe_nvfp4_swapab/topk_reduce.py`, `moe_hopper_fp8/epilogue_fp8.py`.
     """
+    if rule is Combine.GROUPED:
+        assert local_experts is not None
+        return canonical_nan(_sum_of_groups(terms.float(), topk_ids, local_experts, wire).bfloat16())
     values = terms.float()
     live = topk_ids[..., None] >= 0
     if rule is Combine.ALL_SLOTS:
@@ -87,3 +100,23 @@ def combine(terms: torch.Tensor, topk_ids: torch.Tensor, rule: Combine) -> torch
         added = added.bfloat16().float() if rule is Combine.ON_ARRIVAL else added
         total = torch.where(live[:, slot], added, total)
     return canonical_nan(total.bfloat16())
+
+
+def _sum_of_groups(
+    values: torch.Tensor, topk_ids: torch.Tensor, local_experts: int, wire: Format | None
+) -> torch.Tensor:
+    """float32 `[T, hidden]`. Sums whose block maximum is below about 1e-27 the kernel damps before it casts them to an
+    FP8 wire; that is not modelled."""
+    owner = torch.where(topk_ids >= 0, topk_ids // local_experts, -1)
+    total = torch.zeros_like(values[:, 0])
+    for rank in owner[owner >= 0].unique().tolist():
+        mine = (owner == rank)[..., None]
+        part = torch.zeros_like(total)
+        for slot in range(values.shape[1]):
+            part = torch.where(mine[:, slot], part + values[:, slot], part)
+        if wire is None:
+            sent = part.bfloat16().float()
+        else:
+            sent = dequantize_mx(quantize_mx(part, wire, ScaleRule.ROUND_UP), wire)
+        total = torch.where(mine.any(1), total + sent, total)
+    return total

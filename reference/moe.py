@@ -108,7 +108,10 @@ def moe_forward_ranks(
     terms = [route_terms(rows, before) for rows, before in zip(returned, workspace, strict=True)]
     keep(
         "combine",
-        [{"terms": t, "values": combine(t, x.topk_ids, scheme.combine)} for t, x in zip(terms, inputs, strict=True)],
+        [
+            {"terms": t, "values": combine(t, x.topk_ids, scheme.combine, local_experts, scheme.wire)}
+            for t, x in zip(terms, inputs, strict=True)
+        ],
     )
     return Trace(tuple(stages))
 

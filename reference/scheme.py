@@ -73,6 +73,9 @@ class Combine(Enum):
     #: Not deterministic on a GPU, where routes add in order of arrival. The reference takes slots ascending, one of the
     #: possible orders.
     ON_ARRIVAL = "in bf16 from +0, masked slots skipped, rounded at every addition"
+    #: The number of EP ranks enters the arithmetic. On a GPU the slots of one rank add in order of arrival, which shows
+    #: in no bit unless terms are many orders of magnitude apart; the reference takes slots ascending.
+    GROUPED = "in float32 over each rank's slots, rounded to the wire's format, then in float32 over ranks ascending"
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ class Scheme:
     gate_up_clamp: float | None
     fc1_activation_dequant_scale: float = 1.0  #: static scale of `stage` (ScaleSource.STATIC)
     fc2_activation_dequant_scale: float = 1.0  #: static scale of `requantize`
+    wire: Format | None = None  #: of a rank's sums under Combine.GROUPED, one UE8M0 scale per 32; None: bf16
     evidence: Evidence = Evidence.MODELLED
 
     def __str__(self) -> str:

@@ -152,10 +152,10 @@ def find_scheme(name: str, **options: Any) -> Scheme:
     """The record for a FlashInfer registry name and config options, with the options' numbers filled in.
 
     options: the knobs that select among variants (`nvfp4_kperm`; `fp8_scale_mode`, `kind`, `fp8_accum_mode`,
-    `mma_tiler_k` for the K of `mma_tiler_mnk`, `enable_in_kernel_fc2_reduce`), and the numbers `gate_up_clamp`
-    (FlashInfer's alias for it is `activation_clamp`) and, for FP8 per tensor, `fc1_activation_dequant_scale` and
-    `fc2_activation_dequant_scale`. The names are those of FlashInfer's config classes; what is left out takes
-    FlashInfer's default.
+    `mma_tiler_k` for the K of `mma_tiler_mnk`, `enable_in_kernel_fc2_reduce`), for FP8 `grouped_token_back` and
+    `combine_format`, and the numbers `gate_up_clamp` (FlashInfer's alias for it is `activation_clamp`) and, for FP8 per
+    tensor, `fc1_activation_dequant_scale` and `fc2_activation_dequant_scale`. The names are those of FlashInfer's
+    config classes; what is left out takes FlashInfer's default.
 
     Raises ValueError for an unknown name, option or value, listing what is allowed.
     """
@@ -176,6 +176,7 @@ def find_scheme(name: str, **options: Any) -> Scheme:
         raise ValueError(
             f"{', '.join(options)}: no record of {name} for {wanted}; there are {', '.join(map(str, records))}"
         )
+    options, record = _grouped(options, record)
     static = record.stage is not None and record.stage.source is ScaleSource.STATIC
     numbers = ("gate_up_clamp", *_STATIC_SCALES) if static else ("gate_up_clamp",)
     for option in options.keys() - knobs.keys():
@@ -185,6 +186,30 @@ def find_scheme(name: str, **options: Any) -> Scheme:
             allowed = "a positive finite number" + " or None" * (option == "gate_up_clamp")
             raise ValueError(f"{option} must be {allowed}, got {options[option]!r}")
     return replace(record, **{option: options[option] for option in options.keys() - knobs.keys()})
+
+
+#: `combine_format` of FlashInfer's FP8 config -> the wire's format.
+_WIRES = {"bf16": None, "32e4m3xe8m0": E4M3, "32e5m2xe8m0": E5M2}
+
+
+def _grouped(options: dict[str, Any], record: Scheme) -> tuple[dict[str, Any], Scheme]:
+    """The options without `grouped_token_back` and `combine_format`, and the record with what they say."""
+    rest = {name: value for name, value in options.items() if name not in ("grouped_token_back", "combine_format")}
+    if rest == options or record.name != _FP8[0].name:
+        return options, record
+    grouped, wire = options.get("grouped_token_back", False), options.get("combine_format", "bf16")
+    if not isinstance(grouped, bool):
+        raise ValueError(f"grouped_token_back: {grouped!r} is not one of [False, True]")
+    if wire not in _WIRES or (wire != "bf16" and not grouped):
+        allowed = list(_WIRES) if grouped else ["bf16"]
+        raise ValueError(f"combine_format: {wire!r} is not one of {allowed} with grouped_token_back={grouped}")
+    if not grouped:
+        return rest, record
+    if record.combine is Combine.ON_ARRIVAL:
+        raise ValueError("grouped_token_back: True is not possible with enable_in_kernel_fc2_reduce")
+    knobs = {**record.knobs, "grouped_token_back": (True,), "combine_format": (wire,)}
+    evidence = Evidence.VERIFIED if record is _WITHOUT[len(_FP8) - 2] else Evidence.MODELLED
+    return rest, replace(record, knobs=knobs, combine=Combine.GROUPED, wire=_WIRES[wire], evidence=evidence)
 
 
 def options_of(scheme: Scheme) -> dict[str, Any]:

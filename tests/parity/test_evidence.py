@@ -7,7 +7,7 @@ import torch
 
 from fp4ep.parity import Recording, shipped_recordings
 from fp4ep.parity.replay import run_moe
-from fp4ep.reference import Overflow, Scheme, find_scheme
+from fp4ep.reference import E5M2, Overflow, Scheme, find_scheme
 from fp4ep.reference.scheme import Apply, Combine, KOrder
 
 NVFP4 = ("sm90_fp8_nvfp4_bf16_pull_cutedsl", {})
@@ -88,3 +88,15 @@ def test_a_changed_rule_is_noticed(recording, named, field, change, title):
     assert changed != getattr(scheme, field)
     assert differing(recording, case, scheme) == 0
     assert differing(recording, case, replace(scheme, **{field: changed})) > 0
+
+
+@pytest.mark.parametrize("change", [{"combine": Combine.LIVE_SLOTS}, {"wire": None}, {"wire": E5M2}], ids=str)
+def test_a_changed_sum_over_ranks_is_noticed(change):
+    (path,) = (path for path in shipped_recordings() if path.stem == "h200_two_ranks")
+    recording = Recording(path)
+    (case,) = (c for c in recording.cases if "32e4m3xe8m0" in c.options.values() and "48 and 17" in c.title)
+    scheme, tensors = find_scheme(case.scheme, **case.options), recording.roles(case)
+    for rule, same in ((scheme, True), (replace(scheme, **change), False)):
+        trace = run_moe(rule, tensors, tokens_per_rank=case.tokens_per_rank)
+        output = torch.cat([stage.tensors["values"] for stage in trace if stage.name == "combine"])
+        assert torch.equal(output.view(torch.int16), tensors["output"].view(torch.int16)) == same

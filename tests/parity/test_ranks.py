@@ -19,6 +19,7 @@ from fp4ep.parity.launch import UnavailableError, launch, launch_each
 from fp4ep.parity.problem import Problem
 from fp4ep.parity.processes import RankError
 from fp4ep.parity.recording import Recording
+from fp4ep.parity.replay import shipped_recordings
 from fp4ep.parity.run import Claim, Run
 from fp4ep.parity.sides import SIDES, Side, find_side, flashinfer_options, local_layer
 from fp4ep.reference.schemes import SCHEMES
@@ -338,6 +339,16 @@ def test_arguments_that_do_not_fit(how):
 
 
 # --- sides -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_by_rank_is_no_sum_over_other_ranks():
+    (path,) = (path for path in shipped_recordings() if path.stem == "h200_two_ranks")
+    title = "two ranks, summed by rank, tokens 0 and 64"
+    side = find_side(f"recording:{path}#{title} {{'fp8_scale_mode': 'blockwise', 'grouped_token_back': True}}")
+    assert side.layer is not None
+    assert [len(x.hidden_states) for x in side.layer(2).inputs] == [0, 64]
+    with pytest.raises(ValueError, match=f"ep_size: '{title}' was summed by rank, over 2, got 4"):
+        side.layer(4)
 
 
 def test_sides_by_name():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp4ep.reference.exchange import Rows, by_expert, combine, exchange_in_process, route_rows, route_terms
+from fp4ep.reference.formats import E4M3, E5M2
 from fp4ep.reference.scheme import Combine
 
 Route = tuple[int, int, int, int]  # expert, source rank, token, slot
@@ -79,7 +80,7 @@ def test_dispatch_skewed_to_one_rank():
 def combine_terms(*terms: float, ids: list[int] | None = None, rule: Combine = Combine.LIVE_SLOTS) -> float:
     """One token, one channel."""
     topk_ids = torch.tensor([ids or list(range(len(terms)))])
-    return combine(torch.tensor(terms).bfloat16()[None, :, None], topk_ids, rule).item()
+    return combine(torch.tensor(terms).bfloat16()[None, :, None], topk_ids, rule, local_experts=8).item()
 
 
 IN_FLOAT32 = (Combine.LIVE_SLOTS, Combine.ALL_SLOTS)
@@ -131,7 +132,7 @@ def test_combine_signs_of_zero():
 @pytest.mark.parametrize("rule", Combine)
 @pytest.mark.parametrize("terms", [(-math.nan, 1.0), (math.inf, -math.inf)])
 def test_combine_gives_the_canonical_nan(rule, terms):
-    out = combine(torch.tensor(terms).bfloat16()[None, :, None], torch.tensor([[0, 1]]), rule)
+    out = combine(torch.tensor(terms).bfloat16()[None, :, None], torch.tensor([[0, 1]]), rule, local_experts=2)
     assert out.view(torch.int16).item() == 0x7FFF
 
 
@@ -146,7 +147,34 @@ def test_route_terms_overwrite_live_slots_only():
     assert bool((workspace == 99).all())  # the caller's is left alone
 
 
-@pytest.mark.parametrize("rule", Combine)
+@pytest.mark.parametrize("wire", [None, E4M3, E5M2], ids=str)
+def test_grouped_sums_by_rank(wire):
+    """A plain loop: slots of one rank in float32, rounded to the wire, ranks ascending, rounded to bf16."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(-2, 8, (20, 4), generator=g)
+    terms = (torch.randn(20, 4, 64, generator=g) * 10.0 ** torch.randint(-3, 3, (20, 4, 1), generator=g)).bfloat16()
+    found = combine(terms, ids, Combine.GROUPED, local_experts=2, wire=wire)
+    for token in range(20):
+        total = torch.zeros(64)
+        for rank in range(4):
+            mine = [slot for slot in range(4) if ids[token, slot] >= 0 and int(ids[token, slot]) // 2 == rank]
+            part = torch.zeros(64)
+            for slot in mine:
+                part = part + terms[token, slot].float()
+            if wire is None:
+                part = part.bfloat16().float()
+            else:
+                for block in part.view(2, 32):
+                    exponent = math.ceil(math.log2(float(block.abs().max()) / wire.max)) if mine else 0
+                    block.copy_((block * 2.0**-exponent).to(wire.dtype).float() * 2.0**exponent)
+            total = total + part
+        assert torch.equal(found[token], total.bfloat16())
+    everywhere = combine(terms, ids, Combine.GROUPED, local_experts=8)
+    assert torch.equal(everywhere, combine(terms, ids, Combine.LIVE_SLOTS))  # one rank: nothing is rounded on its way
+    assert not torch.equal(found, everywhere)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in Combine if rule is not Combine.GROUPED])
 def test_combine_agrees_with_a_plain_loop(rule):
     """Random routing over 4 ranks: float32 additions one slot after the other, rounded to bf16 by the rule."""
     g = torch.Generator().manual_seed(0)

@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-from fp4ep.reference.scheme import KOrder, Place
-from fp4ep.reference.schemes import SCHEMES, find_scheme
+from fp4ep.reference.scheme import Combine, Evidence, KOrder, Place
+from fp4ep.reference.schemes import SCHEMES, find_scheme, options_of
 
 NVFP4 = "sm90_fp8_nvfp4_bf16_pull_cutedsl"
 MXFP4 = "sm90_fp8_mxfp4_bf16_pull_cutedsl"
@@ -94,6 +94,21 @@ def test_numbers_are_filled_in():
             "fp8_scale_mode: ",
             "it has enable_in_kernel_fc2_reduce, gate_up_clamp",
         ),
+        (FP8, {"grouped_token_back": 1}, "grouped_token_back: 1 is not one of", "[False, True]"),
+        (FP8, {"combine_format": "32e4m3xe8m0"}, "combine_format: '32e4m3xe8m0' is not one of", "['bf16']"),
+        (
+            FP8,
+            {"grouped_token_back": True, "combine_format": "fp8"},
+            "combine_format: 'fp8' is not one of",
+            "32e5m2xe8m0",
+        ),
+        (NVFP4, {"grouped_token_back": True}, "grouped_token_back: ", "has no such option"),
+        (
+            FP8,
+            {"grouped_token_back": True, "enable_in_kernel_fc2_reduce": True},
+            "grouped_token_back: True is not possible",
+            "enable_in_kernel_fc2_reduce",
+        ),
         (NVFP4, {"nvfp4_kperm": 16}, "nvfp4_kperm: 16 is not one of", "[64, 0, 32]"),
         (FP8, {"fp8_scale_mode": "mx"}, "fp8_scale_mode: 'mx' is not one of", "['per_tensor', 'blockwise']"),
         (FP8, {"kind": None}, "kind: None is not one of", "['fp8_e4m3', 'fp8_e5m2']"),
@@ -131,3 +146,27 @@ def test_only_the_clamp_may_be_none(number):
 def test_static_scales_are_for_fp8_per_tensor(name, options, number):
     with pytest.raises(ValueError, match=rf"^{number}: .* has no such option; it has .*gate_up_clamp$"):
         find_scheme(name, **options, **{number: 1.0})
+
+
+@pytest.mark.parametrize("wire", ["bf16", "32e4m3xe8m0", "32e5m2xe8m0"])
+def test_grouped_token_back_is_a_record_of_its_own(wire):
+    plain = find_scheme(FP8, fp8_scale_mode="blockwise")
+    assert find_scheme(FP8, fp8_scale_mode="blockwise", grouped_token_back=False) == plain
+    found = find_scheme(FP8, fp8_scale_mode="blockwise", grouped_token_back=True, combine_format=wire)
+    assert found.combine is Combine.GROUPED
+    assert str(found.wire) == {"bf16": "None", "32e4m3xe8m0": "E4M3", "32e5m2xe8m0": "E5M2"}[wire]
+    assert (found.fc1, found.fc2, found.stage, found.requantize) == (
+        plain.fc1,
+        plain.fc2,
+        plain.stage,
+        plain.requantize,
+    )
+    assert find_scheme(FP8, **options_of(found)) == found
+    assert wire in str(found)
+    assert found.evidence is Evidence.VERIFIED
+    assert find_scheme(FP8, grouped_token_back=True).evidence is Evidence.MODELLED
+
+
+@pytest.mark.parametrize("record", SCHEMES, ids=str)
+def test_options_lead_back_to_the_record(record):
+    assert find_scheme(record.name, **options_of(record)) == record
