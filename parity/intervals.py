@@ -12,7 +12,8 @@ is tuned; the data decide how many elements may flip.
                 by (10 + 2 |gate|) u: a few roundings, and exp of an argument that was rounded
     requantize  amax, scale and code by the scheme's own float32 operations on the ends
     fc2         as fc1, plus sum |w| * half the width of what it is given; then bf16 of both ends
-    combine     the scheme's own sum on both ends (ON_ARRIVAL: gamma_k, u = 2^-8, for any order)
+    combine     the scheme's own sum on both ends; ON_ARRIVAL: gamma_k, u = 2^-8, for any order; GROUPED with an FP8
+                wire: half a step of it for each rank's sum
 
 NaN or infinity in the exact value means no claim: the interval is [NaN, NaN] and every value is admitted.
 """
@@ -24,7 +25,7 @@ import torch
 
 from fp4ep.reference.exchange import combine
 from fp4ep.reference.formats import Format, decode, encode
-from fp4ep.reference.quantize import SCALE_FLOOR, SMALLEST_AMAX, TINY_AMAX, blocks
+from fp4ep.reference.quantize import MX_BLOCK, SCALE_FLOOR, SMALLEST_AMAX, TINY_AMAX, blocks
 from fp4ep.reference.scheme import ActivationQuant, Apply, Combine, ScaleSource, Scheme
 from fp4ep.reference.weights import Operand, load_operand
 
@@ -211,14 +212,37 @@ def _round(values: torch.Tensor, element: Format) -> torch.Tensor:
 def _combine(layer: Layer, rank: int, terms: Interval) -> Interval:
     ids, scheme = layer.inputs[rank].topk_ids, layer.scheme
     local = layer.weights.num_experts // layer.ep_size
-    if scheme.wire is not None:  # codes under a scale of their own: no claim
-        nothing = torch.full_like(terms.low[:, 0], torch.nan)
-        return Interval(nothing, nothing)
+    if scheme.wire is not None:
+        return _summed_by_rank(terms, ids, local, scheme.wire).map(lambda t: t.bfloat16())
     if scheme.combine is not Combine.ON_ARRIVAL:
         return terms.map(lambda t: combine(t.bfloat16(), ids, scheme.combine, local))
-    gamma = len(ids[0]) * 2.0**-8 if len(ids) else 0.0  # one rounding to bf16 per term, in any order
+    return _sum(terms, 2.0**-8)
+
+
+def _sum(terms: Interval, unit: float) -> Interval:
+    """Over the slots in any order, every addition rounded to `unit`."""
+    gamma = terms.low.shape[1] * unit / (1 - terms.low.shape[1] * unit)
     absolute = (terms.center.abs() + terms.radius).sum(1)
-    return Interval.around(terms.center.sum(1), terms.radius.sum(1) + gamma / (1 - gamma) * absolute)
+    return Interval.around(terms.center.sum(1), terms.radius.sum(1) + gamma * absolute)
+
+
+def _summed_by_rank(terms: Interval, topk_ids: torch.Tensor, local: int, wire: Format) -> Interval:
+    """Each rank's sum moves by half a step of the wire at most: relative to itself, or to the block's maximum."""
+    owner = torch.where(topk_ids >= 0, topk_ids // local, -1)
+    total = Interval(torch.zeros_like(terms.low[:, 0]), torch.zeros_like(terms.low[:, 0]))
+    for rank in owner[owner >= 0].unique().tolist():
+        mine = (owner == rank)[..., None]
+        part = _sum(Interval(*(torch.where(mine, end, 0.0) for end in (terms.low, terms.high))), _U)
+        largest = part.center.abs() + part.radius
+        # A scale is below 2 amax / max, a subnormal's half step 2^(min_exponent - mantissa_bits - 1) of it.
+        amax = _spread(blocks(largest, MX_BLOCK).double().amax(-1), largest.shape[1])
+        subnormal = amax * 2.0 ** (wire.min_exponent - wire.mantissa_bits) / wire.max
+        moved = largest * 2.0 ** (-wire.mantissa_bits - 1) + subnormal
+        sent = Interval.around(part.center, part.radius + moved)
+        total = Interval(total.low + sent.low, total.high + sent.high)
+    return Interval.around(
+        total.center, total.radius + 2 * topk_ids.shape[1] * _U * (total.center.abs() + total.radius)
+    )
 
 
 def _terms(layer: Layer, received, fc2: Mapping[int, Interval]) -> dict[int, Interval]:

@@ -36,6 +36,19 @@ def test_a_float32_emulation_keeps_its_promise(name, options):
             assert tensor.allowance.because
 
 
+@pytest.mark.parametrize("wire", ["bf16", "32e4m3xe8m0", "32e5m2xe8m0"])
+def test_sums_by_rank_are_bounded(wire):
+    """The number of ranks enters; a sum that was not rounded on its way is within the bound, a doubled one is not."""
+    options = {"fp8_scale_mode": "blockwise", "grouped_token_back": True, "combine_format": wire}
+    problem = Problem("sm90_fp8_fp8_bf16_pull_cutedsl", options, tokens=(9, 7), top_k=4, routing="masked")
+    left, right = reference_run(problem), fake_quant_run(problem)
+    found = compare(left, right)
+    assert found.passed, found.first_outside
+    assert by_name(found)["combine", "values"].holds is not Holds.NONE
+    doubled = edited(right, "combine", "values", lambda v: v.mul_(2))
+    assert by_name(compare(left, doubled))["combine", "values"].outside > 1000
+
+
 @pytest.fixture(scope="module")
 def pair():
     return reference_run(PROBLEM), fake_quant_run(PROBLEM)
