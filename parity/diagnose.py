@@ -254,7 +254,7 @@ def _sums(view: View) -> Found:
     ids = torch.cat([x.topk_ids for x in view.layer.inputs])
     held = "terms" in view.wrong and not bool(view.wrong["terms"].any(2)[ids >= 0].any())
     rest = "; masked slots hold values on the right" * held
-    if view.alike(m.summed(terms, ids, own), view.right["values"]):
+    if view.alike(m.summed(view.layer, terms, ids, own), view.right["values"]):
         if held:
             yield Kind.SUM, f"masked slots are summed{rest}"
         return
@@ -262,7 +262,7 @@ def _sums(view: View) -> Found:
     tries += [(f"slot {slot} left out", own, {slot: 0}) for slot in slots]
     tries += [(f"slot {slot} counted twice", own, {slot: 2}) for slot in slots]
     for says, rule, counts in tries:
-        if view.alike(m.summed(terms, ids, rule, counts), view.right["values"]):
+        if view.alike(m.summed(view.layer, terms, ids, rule, counts), view.right["values"]):
             yield Kind.SUM, f"every output is that with {says}{rest}"
             return
 

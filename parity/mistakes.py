@@ -331,16 +331,23 @@ def clamp_before_scales(at: At) -> Rows:
 # --- combine -----------------------------------------------------------------------------------------------------
 
 
-def summed(terms: Tensor, topk_ids: Tensor, rule: Combine, counts: Mapping[int, int] | None = None) -> Tensor:
+def summed(
+    layer: Layer, terms: Tensor, topk_ids: Tensor, rule: Combine, counts: Mapping[int, int] | None = None
+) -> Tensor:
     """`combine` with slots taken several times or not at all. counts: how often, by slot (negative: from the end)."""
     times = {slot % terms.shape[1]: count for slot, count in (counts or {}).items()}
     slots = [slot for slot in range(terms.shape[1]) for _ in range(times.get(slot, 1))]
-    return combine(terms[:, slots], topk_ids[:, slots], rule) if slots else torch.zeros_like(terms[:, 0])
+    if not slots:
+        return torch.zeros_like(terms[:, 0])
+    local = layer.weights.num_experts // layer.ep_size
+    return combine(terms[:, slots], topk_ids[:, slots], rule, local, layer.scheme.wire)
 
 
 def sums(rule: Combine | None = None, counts: Mapping[int, int] | None = None) -> Hook:
     """The output by another rule (None: the scheme's), or with slots counted otherwise."""
-    return lambda at: {"values": summed(at.now["terms"], at.inputs.topk_ids, rule or at.scheme.combine, counts)}
+    return lambda at: {
+        "values": summed(at.layer, at.now["terms"], at.inputs.topk_ids, rule or at.scheme.combine, counts)
+    }
 
 
 def terms_changed(change: Callable[[Tensor, Tensor], Tensor]) -> Hook:

@@ -376,14 +376,15 @@ def test_activations():
 
 
 def test_sums():
+    layer = problem_for(None, NVFP4).build()
     terms = f32(1, 2.0**-8, 2.0**-8, 2.0**-8).bfloat16()[None, :, None]
     here = torch.zeros(1, 4, dtype=torch.int64)
-    assert m.summed(terms, here, Combine.ON_ARRIVAL) == 1.0  # TensorRT-LLM#16778: right is 1.015625
-    assert m.summed(terms, here, Combine.LIVE_SLOTS) == 1.015625
+    assert m.summed(layer, terms, here, Combine.ON_ARRIVAL) == 1.0  # TensorRT-LLM#16778: right is 1.015625
+    assert m.summed(layer, terms, here, Combine.LIVE_SLOTS) == 1.015625
     terms, here = f32(1, 2, 5).bfloat16()[None, :, None], here[:, :3]
-    assert m.summed(terms, here, Combine.LIVE_SLOTS, {-1: 2}) == 13  # sglang#26845: right is 8
-    assert m.summed(terms, here, Combine.LIVE_SLOTS, {-1: 0}) == 3
-    assert m.summed(terms[:, :1], here[:, :1], Combine.ALL_SLOTS, {0: 0}) == 0
+    assert m.summed(layer, terms, here, Combine.LIVE_SLOTS, {-1: 2}) == 13  # sglang#26845: right is 8
+    assert m.summed(layer, terms, here, Combine.LIVE_SLOTS, {-1: 0}) == 3
+    assert m.summed(layer, terms[:, :1], here[:, :1], Combine.ALL_SLOTS, {0: 0}) == 0
 
 
 def routed(name: str, topk_ids: list, experts: int, ranks: int = 1) -> list:
