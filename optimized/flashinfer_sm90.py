@@ -135,6 +135,6 @@ def _pack(weights: MoEWeights, ep_rank: int, ep_size: int):
 
     count = weights.num_experts // ep_size
     mine = slice(ep_rank * count, (ep_rank + 1) * count)
-    given = {name: t for name, t in vars(weights).items() if t is not None}
-    tensors = {name: (t if t.numel() == 1 else t[mine]).contiguous().cuda() for name, t in given.items()}
+    given = vars(weights.of_experts(mine)).items()
+    tensors = {name: t.contiguous().cuda() for name, t in given if t is not None}
     return Nvfp4WeightPack(**tensors) if weights.w13_global_scale is not None else MoEWeightPack(**tensors)

@@ -291,10 +291,7 @@ class _Routes:
 def _experts(weights: MoEWeights, wanted: list[int]) -> MoEWeights:
     """Copies of some experts, ids taken modulo their number."""
     count = weights.num_experts
-    index = torch.tensor([e % count for e in wanted])
-    given = {name: t for name, t in vars(weights).items() if t is not None}
-    # A single element is a global scale of all experts.
-    return replace(weights, **{name: t if t.numel() == 1 else t[index] for name, t in given.items()})
+    return weights.of_experts(torch.tensor([e % count for e in wanted]))
 
 
 def _by_product(view: View) -> Iterator[tuple[Kind, str]]:

@@ -16,6 +16,7 @@ from fp4ep.reference.special import ex2_approx, rcp_approx
 from fp4ep.reference.tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, matmul
 from fp4ep.reference.types import MoEInputs, MoEWeights, Trace
 
+from . import metrics
 from .order_set import reachable
 from .recording import Case, Recording, RecordingError
 
@@ -147,8 +148,7 @@ def compare_bits(found: torch.Tensor, expected: torch.Tensor) -> tuple[int, str 
         raise ValueError(
             f"found must be {expected.dtype} {list(expected.shape)} as recorded, got {found.dtype} {list(found.shape)}"
         )
-    integer = {2: torch.int16, 4: torch.int32}[found.element_size()]
-    found_bits, expected_bits = (t.contiguous().view(integer) for t in (found, expected))
+    found_bits, expected_bits = metrics.bits(found), metrics.bits(expected)
     differs = found_bits != expected_bits
     if not differs.any():
         return 0, None

@@ -17,7 +17,7 @@ version they do not know.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -76,9 +76,10 @@ class Run:
         return {stage.rank: stage.tensors for stage in self.trace if stage.name == name}
 
 
-def outputs_as_trace(outputs: Iterable[torch.Tensor]) -> Trace:
-    """The trace of a black box: one output per rank."""
-    return Trace(tuple(Stage("combine", rank, Exactness.EXACT, {"values": out}) for rank, out in enumerate(outputs)))
+def outputs_as_trace(outputs: Sequence[torch.Tensor], ranks: Sequence[int] | None = None) -> Trace:
+    """The trace of a black box: one output for each of `ranks`; None: ranks 0, 1, ..."""
+    pairs = zip(range(len(outputs)) if ranks is None else ranks, outputs, strict=True)
+    return Trace(tuple(Stage("combine", rank, Exactness.EXACT, {"values": out}) for rank, out in pairs))
 
 
 def save_run(run: Run, path: str | Path) -> None:

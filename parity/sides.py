@@ -15,13 +15,13 @@ from fp4ep.reference.exchange import Exchange
 from fp4ep.reference.moe import Progress, moe_forward_ranks
 from fp4ep.reference.scheme import Combine, Scheme
 from fp4ep.reference.schemes import find_scheme, options_of
-from fp4ep.reference.types import Exactness, MoEInputs, MoEWeights, Stage, Trace
+from fp4ep.reference.types import MoEInputs, MoEWeights, Trace
 
 from .faults import FAULTS, Fault, planted
 from .problem import Layer, evenly
 from .recording import Case, Recording
 from .replay import split_tokens
-from .run import REFERENCE, Claim
+from .run import REFERENCE, Claim, outputs_as_trace
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,8 @@ def local_layer(layer: Layer, place: Place) -> Layer:
     """The layer with copies of the weights of place.ranks' experts, and no others."""
     count = layer.weights.num_experts // place.ep_size
     mine = slice(place.ranks[0] * count, (place.ranks[-1] + 1) * count)
-    given = {name: t for name, t in vars(layer.weights).items() if t is not None}
-    # A single element is a global scale of all experts.
-    return replace(
-        layer, weights=MoEWeights(**{n: (t if t.numel() == 1 else t[mine]).clone() for n, t in given.items()})
-    )
+    own = vars(layer.weights.of_experts(mine)).items()
+    return replace(layer, weights=MoEWeights(**{name: t.clone() for name, t in own if t is not None}))
 
 
 # --- the sides ---------------------------------------------------------------------------------------------------
@@ -107,7 +104,7 @@ def _flashinfer(layer: Layer, place: Place, progress: Progress | None) -> Trace:
         ep_rank=rank,
         ep_size=place.ep_size,
     )
-    return _black_box({rank: output})
+    return outputs_as_trace([output], place.ranks)
 
 
 def flashinfer_options(scheme: Scheme) -> dict[str, Any]:
@@ -123,10 +120,6 @@ def flashinfer_options(scheme: Scheme) -> dict[str, Any]:
     elif options.get("fp8_accum_mode") == "2xacc":
         options["knobs"] = {"fp8_accum_mode": "2xacc"}
     return options
-
-
-def _black_box(outputs: Mapping[int, torch.Tensor]) -> Trace:
-    return Trace(tuple(Stage("combine", r, Exactness.EXACT, {"values": output}) for r, output in outputs.items()))
 
 
 SIDES: dict[str, Side] = {
@@ -179,7 +172,7 @@ def _describe(case: Case) -> str:
 
 def _recorded_output(output: torch.Tensor, layer: Layer, place: Place, progress: Progress | None) -> Trace:
     parts = output.split([len(inputs.hidden_states) for inputs in layer.inputs])
-    return _black_box({rank: parts[rank] for rank in place.ranks})
+    return outputs_as_trace([parts[rank] for rank in place.ranks], place.ranks)
 
 
 def _recorded_layer(path: Path, case: Case, ep_size: int) -> Layer:

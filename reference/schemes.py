@@ -177,8 +177,7 @@ def find_scheme(name: str, **options: Any) -> Scheme:
             f"{', '.join(options)}: no record of {name} for {wanted}; there are {', '.join(map(str, records))}"
         )
     options, record = _grouped(options, record)
-    static = record.stage is not None and record.stage.source is ScaleSource.STATIC
-    numbers = ("gate_up_clamp", *_STATIC_SCALES) if static else ("gate_up_clamp",)
+    numbers = _numbers(record)
     for option in options.keys() - knobs.keys():
         if option not in numbers:
             raise ValueError(f"{option}: {record} has no such option; it has {', '.join([*knobs, *numbers])}")
@@ -214,9 +213,15 @@ def _grouped(options: dict[str, Any], record: Scheme) -> tuple[dict[str, Any], S
 
 def options_of(scheme: Scheme) -> dict[str, Any]:
     """The options that make find_scheme return an equal record."""
+    return {knob: values[0] for knob, values in scheme.knobs.items()} | {
+        n: getattr(scheme, n) for n in _numbers(scheme)
+    }
+
+
+def _numbers(scheme: Scheme) -> tuple[str, ...]:
+    """The options that are fields of the record."""
     static = scheme.stage is not None and scheme.stage.source is ScaleSource.STATIC
-    numbers = ("gate_up_clamp", *_STATIC_SCALES) if static else ("gate_up_clamp",)
-    return {knob: values[0] for knob, values in scheme.knobs.items()} | {n: getattr(scheme, n) for n in numbers}
+    return ("gate_up_clamp", *_STATIC_SCALES) if static else ("gate_up_clamp",)
 
 
 def _positive(value: object) -> bool:

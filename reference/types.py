@@ -36,6 +36,11 @@ class MoEWeights:
     def quantized(self) -> bool:
         return self.w13_scale is not None
 
+    def of_experts(self, index: slice | torch.Tensor) -> "MoEWeights":
+        """The weights of some experts. A global scale of a single element is that of all and stays as it is."""
+        given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return MoEWeights(**{name: t if t.numel() == 1 else t[index] for name, t in given.items()})
+
 
 @dataclass(frozen=True)
 class MoEInputs:
