@@ -42,13 +42,16 @@ def fake_quant_forward(
 
     weights: of these ranks' experts, in order; inputs: one entry for each of these ranks; exchange: gets the rows of
     each of them and, per row, the rank it goes to, and returns what each receives, by sender ascending, order kept;
-    progress: called after every expert GEMM with (rows done, rows in all). Arguments are not checked.
+    progress: called after every expert GEMM with (rows done, rows in all). Arguments are not checked. Raises ValueError
+    for schemes with FP4 activations (SM100).
 
     Each expert is one matmul over its routes in row order, so the same tokens over another number of ranks make the
     same GEMMs; another batch may not: torch's sum for a row can depend on the rows beside it. NaN and infinity follow
     IEEE; the output's NaN is 0x7FFF. The workspace of Combine.ALL_SLOTS is a fresh one, zeros. `exactness` is EXACT or,
     for fc1, activation and fc2, the member that promises least.
     """
+    if scheme.weights is Weights.NVFP4_BLOCK_SCALED:
+        raise ValueError(f"scheme: fake_quant has no FP4 activations and cannot run {scheme}")
     per_rank = weights.num_experts // len(ranks)
     stages: list[Stage] = []
     done = 0

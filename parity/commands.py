@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fp4ep.reference.scheme import Evidence
 from fp4ep.reference.schemes import SCHEMES
 
 from .compare import Comparison, compare
@@ -41,7 +42,7 @@ def add_parser(commands) -> None:
     verbs = parity.add_subparsers(dest="verb", required=True)
 
     run = verbs.add_parser("run", help="run two sides on one problem and compare them")
-    run.add_argument("--scheme", help="FlashInfer's registry name, or a part of it that fits one only")
+    run.add_argument("--scheme", help="FlashInfer's registry name, or a part that fits one only, or one verified")
     run.add_argument("--option", action="append", default=[], metavar="KNOB=VALUE", help="as for find_scheme")
     run.add_argument("--left", default="reference", metavar="SIDE", help=f"the expectation: {_SIDES} (%(default)s)")
     run.add_argument("--right", default="fake_quant", metavar="SIDE", help="what is judged (%(default)s)")
@@ -146,6 +147,9 @@ def _spread(problem: Problem, arguments: argparse.Namespace) -> Problem:
 def _scheme_name(text: str) -> str:
     names = sorted({scheme.name for scheme in SCHEMES})
     fitting = [name for name in names if text == name] or [name for name in names if text in name]
+    if len(fitting) > 1:
+        verified = {scheme.name for scheme in SCHEMES if scheme.evidence is Evidence.VERIFIED}
+        fitting = [name for name in fitting if name in verified] or fitting
     if len(fitting) != 1:
         raise ValueError(f"--scheme: {text!r} must fit one of {', '.join(names)}; it fits {len(fitting)}")
     return fitting[0]

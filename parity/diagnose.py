@@ -251,10 +251,10 @@ def _sums(view: View) -> Found:
     if view.stage != "combine" or terms is None or "values" not in view.right:
         return
     own, slots = view.layer.scheme.combine, range(terms.shape[1])
-    ids = torch.cat([x.topk_ids for x in view.layer.inputs])
+    ids, weights = (torch.cat([getattr(x, name) for x in view.layer.inputs]) for name in ("topk_ids", "topk_weights"))
     held = "terms" in view.wrong and not bool(view.wrong["terms"].any(2)[ids >= 0].any())
     rest = "; masked slots hold values on the right" * held
-    if view.alike(m.summed(view.layer, terms, ids, own), view.right["values"]):
+    if view.alike(m.summed(view.layer, terms, ids, weights, own), view.right["values"]):
         if held:
             yield Kind.SUM, f"masked slots are summed{rest}"
         return
@@ -262,7 +262,7 @@ def _sums(view: View) -> Found:
     tries += [(f"slot {slot} left out", own, {slot: 0}) for slot in slots]
     tries += [(f"slot {slot} counted twice", own, {slot: 2}) for slot in slots]
     for says, rule, counts in tries:
-        if view.alike(m.summed(view.layer, terms, ids, rule, counts), view.right["values"]):
+        if view.alike(m.summed(view.layer, terms, ids, weights, rule, counts), view.right["values"]):
             yield Kind.SUM, f"every output is that with {says}{rest}"
             return
 

@@ -26,7 +26,7 @@ import torch
 from fp4ep.reference.exchange import combine
 from fp4ep.reference.formats import Format, decode, encode
 from fp4ep.reference.quantize import MX_BLOCK, SCALE_FLOOR, SMALLEST_AMAX, TINY_AMAX, blocks
-from fp4ep.reference.scheme import ActivationQuant, Apply, Combine, ScaleSource, Scheme
+from fp4ep.reference.scheme import ActivationQuant, Apply, Combine, ScaleSource, Scheme, Weights
 from fp4ep.reference.weights import Operand, load_operand
 
 from .problem import Layer
@@ -81,8 +81,12 @@ def _outward(values: torch.Tensor, direction: float) -> torch.Tensor:
 def layer_intervals(
     layer: Layer, received: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> dict[tuple[str, str], dict[int, Interval]]:
-    """(stage, tensor) -> rank -> interval. received: the dispatch rows of every rank, in whose order the rows are."""
+    """(stage, tensor) -> rank -> interval. received: the dispatch rows of every rank, in whose order the rows are.
+
+    Raises ValueError for schemes with FP4 activations (SM100), whose bound is not derived."""
     scheme = layer.scheme
+    if scheme.weights is Weights.NVFP4_BLOCK_SCALED:
+        raise ValueError(f"scheme: no bound is derived for the FP4 activations of {scheme}; claim bits")
     found: dict[tuple[str, str], dict[int, Interval]] = {}
     for rank, rows in received.items():
         x = rows["values"].double() * _spread(rows["scales"].double(), rows["values"].shape[1])

@@ -332,7 +332,12 @@ def clamp_before_scales(at: At) -> Rows:
 
 
 def summed(
-    layer: Layer, terms: Tensor, topk_ids: Tensor, rule: Combine, counts: Mapping[int, int] | None = None
+    layer: Layer,
+    terms: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    rule: Combine,
+    counts: Mapping[int, int] | None = None,
 ) -> Tensor:
     """`combine` with slots taken several times or not at all. counts: how often, by slot (negative: from the end)."""
     times = {slot % terms.shape[1]: count for slot, count in (counts or {}).items()}
@@ -340,14 +345,17 @@ def summed(
     if not slots:
         return torch.zeros_like(terms[:, 0])
     local = layer.weights.num_experts // layer.ep_size
-    return combine(terms[:, slots], topk_ids[:, slots], rule, local, layer.scheme.wire)
+    return combine(terms[:, slots], topk_ids[:, slots], rule, local, layer.scheme.wire, topk_weights[:, slots])
 
 
 def sums(rule: Combine | None = None, counts: Mapping[int, int] | None = None) -> Hook:
     """The output by another rule (None: the scheme's), or with slots counted otherwise."""
-    return lambda at: {
-        "values": summed(at.layer, at.now["terms"], at.inputs.topk_ids, rule or at.scheme.combine, counts)
-    }
+
+    def hook(at: At) -> Rows:
+        ids, weights = at.inputs.topk_ids, at.inputs.topk_weights
+        return {"values": summed(at.layer, at.now["terms"], ids, weights, rule or at.scheme.combine, counts)}
+
+    return hook
 
 
 def terms_changed(change: Callable[[Tensor, Tensor], Tensor]) -> Hook:

@@ -38,6 +38,7 @@ class PeerTolerance:
 
 
 NVFP4, MXFP4, BF16 = Weights.NVFP4, Weights.MXFP4, Weights.BF16
+W4A4 = Weights.NVFP4_BLOCK_SCALED
 TENSOR, BLOCK = Weights.FP8_PER_EXPERT, Weights.FP8_BLOCK_128
 SWAPPED = "rtol of the output"
 
@@ -64,7 +65,7 @@ PEERS: tuple[PeerTolerance, ...] = (
     _flashinfer((NVFP4,), _PULL_RANKS.format("nvfp4"), 2e-2, 2e-2, seen="commit b03ee05a67b3",
                 other="rel-L2 < 0.005; bf16 activations, a kernel that 0.7.4 does not have"),
     # Blackwell megakernels
-    _flashinfer((NVFP4,), _MOE_EP.format("nvfp4_cutedsl"), None, None,
+    _flashinfer((NVFP4, W4A4), _MOE_EP.format("nvfp4_cutedsl"), None, None,
                 other="all within 2e-3 * max|reference| + 0.05 * |reference|; rel-L2 < 0.02"),
     _flashinfer((MXFP4,), _MOE_EP.format("deep_gemm_mega"), 0.15, 0.05, other="rel-L2 < 0.02"),
     # one GPU, without dispatch and combine
@@ -73,17 +74,17 @@ PEERS: tuple[PeerTolerance, ...] = (
     _flashinfer((NVFP4, MXFP4, TENSOR), "tests/moe/trtllm_gen_fused_moe_utils.py", 0.1, 0.85, 0.92,
                 f"{SWAPPED}; share 0.79 for FP8 blocks, 0.925 for bf16"),
 
-    _vllm((NVFP4, MXFP4), _KERNELS.format("flashinfer_moe_ep"), 0.0, 0.0,
+    _vllm((NVFP4, W4A4, MXFP4), _KERNELS.format("flashinfer_moe_ep"), 0.0, 0.0,
           other="2 and 4 ranks; inputs chosen so that every rounding is exact"),
     _vllm((NVFP4, MXFP4, BF16), _KERNELS.format("deep_gemm_mega_moe"), None, None,
           other="calc_diff < 1e-3; cosine of every token > 0.99"),
-    _vllm((NVFP4,), _KERNELS.format("nvfp4_moe"), 0.1, 0.1, other=SWAPPED),
+    _vllm((NVFP4, W4A4), _KERNELS.format("nvfp4_moe"), 0.1, 0.1, other=SWAPPED),
     _vllm((MXFP4,), _KERNELS.format("ocp_mx_moe"), 0.0, 0.3, 0.8, f"{SWAPPED}; NVIDIA kernels only"),
     _vllm((TENSOR,), _KERNELS.format("cutlass_moe"), 5.5e-2, 1e-2, other=f"{SWAPPED}; atol 0.09 in a CUDA graph"),
     _vllm((BLOCK,), _KERNELS.format("block_fp8"), 0.035, 0.035, other="both 0.039 from 8192 tokens"),
     _vllm((BF16,), _KERNELS.format("moe"), 2e-2, 0.0),
 
-    _sglang((NVFP4,), _REGISTERED.format("cutedsl_moe"), 5e-2, 5e-2, seen="commit 00deb1e6b124",
+    _sglang((NVFP4, W4A4), _REGISTERED.format("cutedsl_moe"), 5e-2, 5e-2, seen="commit 00deb1e6b124",
             other="wrapper: 92.5% within max(0.1, 3 std) or 85% of |reference|; ranks' sum to one rank's: 0.01, 0.01"),
     _sglang((MXFP4,), _REGISTERED.format("aiter_mxfp4_triton_moe"), None, None, seen="commit 866d733cfdfc",
             other="rel-L2 < 0.01; bf16 activations, AMD gfx942"),
@@ -91,7 +92,7 @@ PEERS: tuple[PeerTolerance, ...] = (
             other="cosine > 0.999; one scale per expert: 0.1, 0.1, cosine > 0.99"),
     _sglang((TENSOR, BF16), _REGISTERED.format("fused_moe"), 1e-2, 0.1, seen="commit 071675979c07"),
 
-    _trtllm((NVFP4,), _QUANTIZE, 0.15, 0.1, 0.97, "I * top_k > 10000: share 0.93; "
+    _trtllm((NVFP4, W4A4), _QUANTIZE, 0.15, 0.1, 0.97, "I * top_k > 10000: share 0.93; "
             "CuTeDSL MegaMoE above 5000, 10000, 20000: 0.95, 0.92, 0.91"),
     _trtllm((MXFP4,), _QUANTIZE, 0.2, 0.1, 0.85, "H >= 4096: 0.3, 0.15; MXFP8 activations, DeepGEMM MegaMoE included"),
     _trtllm((TENSOR,), _QUANTIZE, 0.1, 4e-2, 0.95),

@@ -151,13 +151,17 @@ def _outliers(problem: Problem, scheme: Scheme, tokens: int) -> torch.Tensor:
 
 
 def _static(scheme: Scheme) -> float | None:
-    """The static scale of staging, if there is one."""
-    fixed = scheme.stage is not None and scheme.stage.source is ScaleSource.STATIC
-    return scheme.fc1_activation_dequant_scale if fixed else None
+    """The static scale of staging, if there is one; where scales have a format, the reciprocal of the norm constant."""
+    if scheme.stage is None:
+        return None
+    if scheme.stage.scale is not None:
+        return 1 / scheme.input_norm_const
+    return scheme.fc1_activation_dequant_scale if scheme.stage.source is ScaleSource.STATIC else None
 
 
 def _tiny(problem: Problem, scheme: Scheme, tokens: int) -> torch.Tensor:
-    """Rows down to 1e-33, where scales meet their floor; under a static scale down to the format's subnormals."""
+    """Rows down to 1e-33, where scales meet their floor; under a static scale or norm constant down to the subnormals
+    of the format, of codes or of scales."""
     static = _static(scheme)
     first, last = (-27, -33) if static is None else (0, -3)
     exponent = torch.linspace(first, last, max(tokens, 1), dtype=torch.float64)[:tokens, None]
@@ -172,12 +176,14 @@ def _zeros(problem: Problem, scheme: Scheme, tokens: int) -> torch.Tensor:
 
 
 def _saturating(problem: Problem, scheme: Scheme, tokens: int) -> torch.Tensor:
-    """One magnitude: every code is the format's largest. Under a static scale every fourth token is twice as large."""
+    """One magnitude: every code is the format's largest. Under a static scale or norm constant so is every scale, and
+    every fourth token is twice as large."""
     static = _static(scheme)
     sign = 1 - 2 * integers(problem.seed * 100, (tokens, problem.hidden), 0, 1).float()
     if static is None or scheme.stage is None:
         return (sign * 7.0).bfloat16()
-    magnitude = torch.full((tokens, 1), scheme.stage.element.max * static)
+    largest = scheme.stage.element.max * (scheme.stage.scale.max if scheme.stage.scale else 1.0)
+    magnitude = torch.full((tokens, 1), largest * static)
     magnitude[3::4] *= 2
     return (sign * magnitude).bfloat16()
 
@@ -298,7 +304,11 @@ _TOP_K = {"empty_rank": (1, 2), "duplicates": (2, 1), "cancelling": (3, 1)}
 
 
 #: Format and block in which packed weights lie at ties; others in the format of the tokens.
-_TIED = {Weights.NVFP4: (E2M1, NVFP4_BLOCK), Weights.MXFP4: (E2M1, MX_BLOCK)}
+_TIED = {
+    Weights.NVFP4: (E2M1, NVFP4_BLOCK),
+    Weights.NVFP4_BLOCK_SCALED: (E2M1, NVFP4_BLOCK),
+    Weights.MXFP4: (E2M1, MX_BLOCK),
+}
 
 
 def _weights(problem: Problem, scheme: Scheme) -> MoEWeights:
@@ -314,7 +324,7 @@ def _weights(problem: Problem, scheme: Scheme) -> MoEWeights:
             element, block = _TIED.get(scheme.weights, (scheme.stage.element if scheme.stage else E4M3, 128))
             ties = tie_aligned(problem.seed * 100 + 30 + n, (shape[0] * shape[1], shape[2]), element, block)
             dense[leg] = (ties * 2.0 ** -(math.frexp(element.max)[1] + 3)).bfloat16().reshape(shape)
-    if scheme.weights is Weights.NVFP4:
+    if scheme.weights in (Weights.NVFP4, Weights.NVFP4_BLOCK_SCALED):
         quantized = {leg: quantize_nvfp4(w) for leg, w in dense.items()}
     elif scheme.weights is Weights.MXFP4:
         quantized = {leg: quantize_mx(w, E2M1, ScaleRule.FLOOR) for leg, w in dense.items()}

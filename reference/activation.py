@@ -1,7 +1,7 @@
-"""SwiGLU as the SM90 epilogues compute it: every intermediate is a float32, in this order.
+"""SwiGLU as the kernels' epilogues compute it: every intermediate is a float32, in this order.
 
 Source: FlashInfer 0.7.4, `moe_hopper_fp8/epilogue_fp8_common.py` and `moe_hopper_bf16/epilogue_bf16_common.py`,
-and the PTX that the CuTe DSL emits for them.
+and the PTX that the CuTe DSL emits for them; SM100: `moe_nvfp4_swapab/epilogue_refactor.py`.
 """
 
 import torch
@@ -12,18 +12,27 @@ _MINUS_LOG2_E = -1.44269502162933349609375  # float32 0xBFB8AA3B
 
 
 def swiglu(
-    gate: torch.Tensor, up: torch.Tensor, gate_up_clamp: float | None, topk_weight: torch.Tensor
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_up_clamp: float | None,
+    topk_weight: torch.Tensor | None,
+    nan_clamps: bool = False,
 ) -> torch.Tensor:
     """silu(gate) * up * topk_weight.
 
     gate, up: `[routes, intermediate]` float32, already descaled. gate_up_clamp: a limit L > 0 or None; it acts first,
-    gate to (-inf, L], up to [-L, L]. topk_weight: `[routes]` float32, one per route. Returns float32.
+    gate to (-inf, L], up to [-L, L]. topk_weight: `[routes]` float32, one per route; None: not here. Returns
+    float32.
 
-    NaN passes through the clamp. A gate below about -87 gives exactly 0: the reciprocal of a value above 2^126
-    flushes. Without a clamp up * gate can overflow to infinity, and infinity times a flushed 0 is NaN, as on the GPU.
+    NaN passes through the clamp or, with nan_clamps, becomes L. A gate below about -87 gives exactly 0: the reciprocal
+    of a value above 2^126 flushes. Without a clamp up * gate can overflow to infinity, and infinity times a flushed 0
+    is NaN, as on the GPU.
     """
     if gate_up_clamp is not None:
+        if nan_clamps:
+            gate, up = (x.nan_to_num(gate_up_clamp, torch.inf, -torch.inf) for x in (gate, up))
         gate = gate.clamp(max=gate_up_clamp)
         up = up.clamp(-gate_up_clamp, gate_up_clamp)
     sigmoid = rcp_approx(ex2_approx(gate * _MINUS_LOG2_E) + 1.0)
-    return up * gate * sigmoid * topk_weight[:, None]
+    activated = up * gate * sigmoid
+    return activated if topk_weight is None else activated * topk_weight[:, None]

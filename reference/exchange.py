@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .formats import Format
-from .fp32 import canonical_nan
+from .fp32 import canonical_nan, fma
 from .quantize import dequantize_mx, quantize_mx
 from .scales import ScaleRule
 from .scheme import Combine
@@ -76,13 +76,14 @@ def combine(
     rule: Combine,
     local_experts: int | None = None,
     wire: Format | None = None,
+    topk_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum route terms over the top-k slots. Returns `[T, hidden]` bf16.
 
     terms: `[T, top_k, hidden]` bf16; topk_ids: `[T, top_k]`; the routing weight is already inside (the kernels multiply
-    the SwiGLU output). Slots are taken in the caller's order; which count, where the sum starts and when it rounds is
-    `rule`; GROUPED needs local_experts, the experts of a rank, and wire, the scheme's. NaN becomes the GPU's canonical
-    0x7FFF.
+    the SwiGLU output), but under WEIGHTED, which needs topk_weights, `[T, top_k]` float32. Slots are taken in the
+    caller's order; which count, where the sum starts and when it rounds is `rule`; GROUPED needs local_experts, the
+    experts of a rank, and wire, the scheme's. NaN becomes the GPU's canonical 0x7FFF.
     Source: FlashInfer 0.7.4, `moe_nvfp4_swapab/topk_reduce.py`, `moe_hopper_fp8/epilogue_fp8.py`.
     """
     if rule is Combine.GROUPED:
@@ -95,7 +96,11 @@ def combine(
     else:
         total, first = torch.zeros_like(values[:, 0]), 0
     for slot in range(first, terms.shape[1]):
-        added = total + values[:, slot]
+        if rule is Combine.WEIGHTED:
+            assert topk_weights is not None
+            added = fma(values[:, slot], topk_weights[:, slot, None], total)
+        else:
+            added = total + values[:, slot]
         # Two bf16 values summed in float32 and then rounded to bf16 are rounded once in effect: see `order_set.add`.
         added = added.bfloat16().float() if rule is Combine.ON_ARRIVAL else added
         total = torch.where(live[:, slot], added, total)

@@ -29,7 +29,8 @@ def expert_gemm(rule: Gemm, x: torch.Tensor, x_scale: torch.Tensor, weight: Oper
     """`x @ weight.T` for one expert.
 
     x: `[rows, K]` float32 operand values; x_scale: `[rows, blocks]` float32, blocks dividing K evenly;
-    weight: `[N, K]` with its scales. Returns `[rows, N]` float32.
+    weight: `[N, K]` with its scales. Returns `[rows, N]` float32. A core with block scales gets both sides', and K in
+    natural order.
     """
     k = x.shape[1]
     chunk = rule.chunk or k
@@ -37,7 +38,12 @@ def expert_gemm(rule: Gemm, x: torch.Tensor, x_scale: torch.Tensor, weight: Oper
     x, w = x[:, order], weight.values[:, order]
     total = torch.zeros(x.shape[0], w.shape[0])
     for start in range(0, k, chunk):
-        part = matmul(rule.core, x[:, start : start + chunk], w[:, start : start + chunk])
+        block_scales = None
+        if (block := rule.core.scale_block) is not None:
+            assert weight.block_scale is not None
+            here = slice(start // block, (start + chunk) // block)
+            block_scales = (x_scale[:, here], weight.block_scale[:, here])
+        part = matmul(rule.core, x[:, start : start + chunk], w[:, start : start + chunk], scales=block_scales)
         scale = _scale(
             rule.promote,
             x_scale[:, start * x_scale.shape[1] // k, None],

@@ -11,13 +11,13 @@ import torch
 
 from .activation import swiglu
 from .exchange import Exchange, Rows, by_expert, combine, exchange_in_process, route_rows, route_terms
-from .formats import Format
+from .formats import E2M1, decode
 from .gemm import expert_gemm
 from .quantize import Quantized, quantize_activation
-from .scheme import ScaleSource, Scheme
+from .scheme import ActivationQuant, Combine, ScaleSource, Scheme
 from .types import Exactness, MoEInputs, MoEWeights, Stage, Trace
 from .validate import check_arguments
-from .weights import load_operand
+from .weights import expert_value, load_operand
 
 #: Called after every expert GEMM with (rows done, rows in all), for a progress bar.
 Progress = Callable[[int, int], None]
@@ -97,8 +97,10 @@ def moe_forward_ranks(
     experts = partial(_experts, scheme, weights, ranks[0] * local_experts, advance)
     fc1 = keep("fc1", [_gate_and_up(experts("w13", rows, rows["expert"])) for rows in received])
     activation = keep("activation", [_activation(scheme, *pair) for pair in zip(fc1, received, strict=True)])
-    requantize = keep("requantize", [_requantize(scheme, rows["values"]) for rows in activation])
     expert = [rows["expert"] for rows in received]
+    norms = [expert_value(weights.fc1_norm_const, e - ranks[0] * local_experts) for e in expert]
+    activated = zip(activation, norms, strict=True)
+    requantize = keep("requantize", [_requantize(scheme, rows["values"], norm) for rows, norm in activated])
     fc2 = keep("fc2", [{"values": experts("w2", *pair).bfloat16()} for pair in zip(requantize, expert, strict=True)])
 
     routes = [{**rows, **{n: table[n] for n in ("token", "slot")}} for rows, table in zip(fc2, received, strict=True)]
@@ -109,7 +111,7 @@ def moe_forward_ranks(
     keep(
         "combine",
         [
-            {"terms": t, "values": combine(t, x.topk_ids, scheme.combine, local_experts, scheme.wire)}
+            {"terms": t, "values": combine(t, x.topk_ids, scheme.combine, local_experts, scheme.wire, x.topk_weights)}
             for t, x in zip(terms, inputs, strict=True)
         ],
     )
@@ -128,9 +130,13 @@ def _counter(total: int, progress: Progress | None) -> Callable[[int], None]:
     return advance
 
 
-def _payload(quantized: Quantized, element: Format) -> Rows:
-    assert element.dtype is not None
-    return {"values": quantized.codes.view(element.dtype), "scales": quantized.scales}
+def _payload(quantized: Quantized, rule: ActivationQuant) -> Rows:
+    """In the dtypes of `Stage`."""
+    if rule.element is E2M1:
+        values = decode(quantized.codes, E2M1).to(torch.float8_e4m3fn)
+        return {"values": values, "scales": quantized.scales.view(torch.float8_e4m3fn)}
+    assert rule.element.dtype is not None
+    return {"values": quantized.codes.view(rule.element.dtype), "scales": quantized.scales}
 
 
 def _stage(scheme: Scheme, inputs: MoEInputs) -> Rows:
@@ -140,7 +146,7 @@ def _stage(scheme: Scheme, inputs: MoEInputs) -> Rows:
         return {"values": x, "scales": torch.ones(len(x), 1)}
     static = scheme.fc1_activation_dequant_scale
     if x.dtype is torch.bfloat16:
-        return _payload(quantize_activation(x, scheme.stage, static), scheme.stage.element)
+        return _payload(quantize_activation(x, scheme.stage, static, scheme.input_norm_const), scheme.stage)
     if scales is None or scheme.stage.source is ScaleSource.STATIC:
         scales = torch.full((len(x), 1), static)
     return {"values": x, "scales": scales}
@@ -155,7 +161,7 @@ def _experts(
     for e in expert.unique().tolist() or [first]:  # without routes: empty rows of the right shape
         mine = expert == e
         operand = load_operand(scheme, weights, leg, e - first)
-        parts.append(expert_gemm(rule, rows["values"][mine].float(), rows["scales"][mine], operand))
+        parts.append(expert_gemm(rule, rows["values"][mine].float(), rows["scales"][mine].float(), operand))
         advance(int(mine.sum()))
     return torch.cat(parts)
 
@@ -166,14 +172,17 @@ def _gate_and_up(fc1: torch.Tensor) -> Rows:
 
 
 def _activation(scheme: Scheme, fc1: Rows, received: Rows) -> Rows:
-    return {"values": swiglu(fc1["gate"], fc1["up"], scheme.gate_up_clamp, received["topk_weights"])}
+    weight = None if scheme.combine is Combine.WEIGHTED else received["topk_weights"]
+    return {"values": swiglu(fc1["gate"], fc1["up"], scheme.gate_up_clamp, weight, scheme.nan_clamps)}
 
 
-def _requantize(scheme: Scheme, activated: torch.Tensor) -> Rows:
+def _requantize(scheme: Scheme, activated: torch.Tensor, norm: torch.Tensor) -> Rows:
+    """norm: scalar, or one for each route."""
     if scheme.requantize is None:
         return {"values": activated.bfloat16(), "scales": torch.ones(len(activated), 1)}
     static = scheme.fc2_activation_dequant_scale
-    return _payload(quantize_activation(activated, scheme.requantize, static), scheme.requantize.element)
+    quantized = quantize_activation(activated, scheme.requantize, static, norm.reshape(-1, 1))
+    return _payload(quantized, scheme.requantize)
 
 
 def exactness(scheme: Scheme, stage: str) -> Exactness:

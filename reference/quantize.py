@@ -90,11 +90,50 @@ def dequantize_mx(quantized: Quantized, element: Format) -> torch.Tensor:
     return (blocks(decode(quantized.codes, element), MX_BLOCK) * decode(quantized.scales, UE8M0)[..., None]).flatten(-2)
 
 
-def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scale: float = 1.0) -> Quantized:
+def quantize_nvfp4_with_norm(
+    values: torch.Tensor,
+    norm_const: torch.Tensor | float = 1.0,
+    apply: Apply = Apply.RECIPROCAL,
+    nan_scale: bool = False,
+) -> Quantized:
+    """NVFP4 as the SM100 kernels quantize: E2M1 codes, one E4M3 scale per 16, and a norm constant given from outside.
+
+        scale  = E4M3(min(float32(float32(amax * float32(1/6)) * norm_const), 448))
+        factor = float32(norm_const * (1 / scale)), 0 where the scale is 0
+        code   = E2M1(float32(value * factor))
+
+    values: `[..., K]`; norm_const: a positive number, or float32 that broadcasts against `[..., K / 16]`. code * scale
+    stands for value * norm_const; 1 / norm_const is for the caller to multiply in. scales: E4M3 codes.
+
+    Blocks with an amax up to 6 * 2^-10 / norm_const become zeros, whose signs are kept; values above 2688 / norm_const
+    saturate to 6 * 448, and so does infinity. A NaN is not seen by amax and becomes +6. A block of NaN alone has scale
+    0, so that it counts as zeros, or with nan_scale a NaN scale (code 127). The kernel's rcp.approx is exact for every
+    E4M3 scale. apply: DIVIDE is what the kernel does not do.
+    Source: FlashInfer 0.7.4, `src/inputs_process.py` and `moe_nvfp4_swapab/epilogue_refactor.py`, `nvfp4_quant_impl`.
+    """
+    split = blocks(values, NVFP4_BLOCK)
+    amax = split.abs().nan_to_num(0.0, torch.inf).amax(-1)
+    if nan_scale:
+        amax = torch.where(torch.isnan(split).all(-1), torch.nan, amax)
+    norm = torch.as_tensor(norm_const, dtype=torch.float32)
+    codes = encode(amax * E2M1.reciprocal_max * norm, E4M3)
+    scale = decode(codes, E4M3)
+    if apply is Apply.DIVIDE:
+        applied = split * norm[..., None] / scale[..., None]
+    else:
+        applied = split * (norm * (1 / scale)).clamp(max=torch.finfo(torch.float32).max)[..., None]
+    applied = torch.where(scale[..., None] == 0, split * 0.0, applied)
+    return Quantized(encode(applied, E2M1).flatten(-2), codes)
+
+
+def quantize_activation(
+    values: torch.Tensor, rule: ActivationQuant, static_scale: float = 1.0, norm_const: torch.Tensor | float = 1.0
+) -> Quantized:
     """FP8 codes and float32 scales by a scheme's rule: per token, per block, or static.
 
     values: `[rows, K]` float32. Returns codes `[rows, K]` and scales `[rows, K / block]` (`[rows, 1]` for the whole
-    row). Arithmetic of the SM90 kernels (`safe_quantize.py`, `staging.py`, `epilogue_fp8_common.py`):
+    row). A rule with a scale format is `quantize_nvfp4_with_norm`; nothing else reads norm_const. Arithmetic of the
+    SM90 kernels (`safe_quantize.py`, `staging.py`, `epilogue_fp8_common.py`):
 
         scale = max(amax * float32(1/max), 1e-30)      the product, not amax / max
         code  = FP8(value applied to scale)            see `Apply`
@@ -103,6 +142,8 @@ def quantize_activation(values: torch.Tensor, rule: ActivationQuant, static_scal
     makes the scale infinite, the finite values zero and itself NaN. With a static scale a NaN stays a single NaN, and
     infinity follows `rule.overflow`. The sign of zero is kept.
     """
+    if rule.scale is not None:
+        return quantize_nvfp4_with_norm(values, norm_const, rule.apply, rule.nan_scale)
     split = blocks(values, rule.block or values.shape[-1])
     if rule.source is ScaleSource.STATIC:
         scale = torch.full(split.shape[:-1], static_scale)

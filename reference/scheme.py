@@ -25,6 +25,8 @@ class Weights(Enum):
     """What a kernel makes of the expert weights: the tensor core's operand and the scale beside it."""
 
     NVFP4 = "E4M3(code * block_scale / 8); 8 * global_scale per expert"
+    #: The global scale is the kernel's fc1_alpha or fc2_alpha: it multiplies the accumulator, before the clamp.
+    NVFP4_BLOCK_SCALED = "E2M1 codes and E4M3 block scales as they are; global_scale per expert"
     MXFP4 = "code * 2^offset, exact within 11 octaves of the expert's largest scale; 2^n per expert"
     FP8_PER_EXPERT = "FP8 codes; one float32 scale per expert"
     FP8_BLOCK_128 = "FP8 codes; a float32 scale per 128 x 128 block of the kernel's row order"
@@ -73,6 +75,8 @@ class Combine(Enum):
     #: Not deterministic on a GPU, where routes add in order of arrival. The reference takes slots ascending, one of the
     #: possible orders.
     ON_ARRIVAL = "in bf16 from +0, masked slots skipped, rounded at every addition"
+    #: The routing weight comes in here, after fc2 and its rounding to bf16, and not with the SwiGLU output.
+    WEIGHTED = "in float32 from +0, masked slots skipped, fma(term, routing weight, sum)"
     #: The number of EP ranks enters the arithmetic. On a GPU the slots of one rank add in order of arrival, which shows
     #: in no bit unless terms are many orders of magnitude apart; the reference takes slots ascending.
     GROUPED = "in float32 over each rank's slots, rounded to the wire's format, then in float32 over ranks ascending"
@@ -80,9 +84,10 @@ class Combine(Enum):
 
 @dataclass(frozen=True)
 class ActivationQuant:
-    """float32 rows to FP8 codes and float32 scales.
+    """float32 rows to FP8 codes and float32 scales, or to FP4 codes and FP8 scales.
 
-    scale = max(float32(amax * float32(1/element.max)), 1e-30) per block; code = element(value applied to scale).
+    scale = max(float32(amax * float32(1/element.max)), 1e-30) per block; code = element(value applied to scale). With a
+    scale format there is a norm constant and another rule, see `quantize_activation`.
     """
 
     element: Format
@@ -93,6 +98,8 @@ class ActivationQuant:
     #: Blocks with 0 < amax < 448e-30 use max(448 / amax, bounded) as the factor and its reciprocal as the scale,
     #: so that tiny rows keep their digits.
     tiny_path: bool = False
+    scale: Format | None = None  #: format of the scales, which the tensor core reads; None: float32
+    nan_scale: bool = False  #: a block of NaN alone has a NaN scale, not 0; asked only where scales have a format
 
 
 @dataclass(frozen=True)
@@ -131,9 +138,13 @@ class Scheme:
     gate_up_clamp: float | None
     fc1_activation_dequant_scale: float = 1.0  #: static scale of `stage` (ScaleSource.STATIC)
     fc2_activation_dequant_scale: float = 1.0  #: static scale of `requantize`
+    #: Norm constant of `stage` where its scales have a format; that of `requantize` is MoEWeights.fc1_norm_const.
+    input_norm_const: float = 1.0
+    nan_clamps: bool = False  #: the clamp turns NaN into the limit (PTX min without .NaN); else NaN passes
     wire: Format | None = None  #: of a rank's sums under Combine.GROUPED, one UE8M0 scale per 32; None: bf16
     evidence: Evidence = Evidence.MODELLED
 
     def __str__(self) -> str:
-        shown = [v[0] if isinstance(v[0], str) else f"{k}={v[0]}" for k, v in self.knobs.items() if v[0] is not False]
+        off = [k for k, v in self.knobs.items() if v[0] is False and k.startswith("enable_")]
+        shown = [v[0] if isinstance(v[0], str) else f"{k}={v[0]}" for k, v in self.knobs.items() if k not in off]
         return f"{self.name}[{','.join(shown)}]" if shown else self.name

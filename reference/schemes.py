@@ -1,17 +1,18 @@
 """The registry: one record per kernel variant that differs in bits, keyed by FlashInfer's registry names.
 
-Source: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm90` and `moe_ep/kernel_src/sm90`, read line by line; what
-`verified` rests on is listed by `fp4ep replay`.
+Source: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm{90,100}` and `moe_ep/kernel_src/sm{90,100}`, read line by
+line; what `verified` rests on is listed by `fp4ep replay`. No SM100 record was compared with that hardware.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .formats import E4M3, E5M2, Format, Overflow, cast_overflow
+from .formats import E2M1, E4M3, E5M2, Format, Overflow, cast_overflow
 from .scheme import ActivationQuant, Apply, Combine, Evidence, Gemm, KOrder, Place, ScaleSource, Scheme, Weights
-from .tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, TensorCore
+from .tensor_core import BLACKWELL_NVFP4, HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, TensorCore
 
 # --- packed FP4 weights, FP8 activations: NVFP4 and MXFP4 share everything but the weight operand ---------------
 
@@ -131,6 +132,29 @@ _FP8 = (
 )
 
 
+# --- SM100: NVFP4 weights and activations, block-scaled by the tensor core -----------------------------------------
+
+_BLOCKS = ActivationQuant(E2M1, 16, ScaleSource.AMAX, Apply.RECIPROCAL, Overflow.SATURATE, scale=E4M3)
+_BLOCK_SCALED = Gemm(BLACKWELL_NVFP4, None, promote=Place.NONE, epilogue=Place.WEIGHT)
+
+_SM100_NVFP4 = Scheme(
+    name="sm100_nvfp4_nvfp4_bf16_cutedsl",
+    knobs={"apply_routing_weights_before_fc2": (True,)},
+    weights=Weights.NVFP4_BLOCK_SCALED,
+    stage=_BLOCKS,
+    fc1=_BLOCK_SCALED,
+    requantize=replace(_BLOCKS, nan_scale=True),
+    fc2=_BLOCK_SCALED,
+    combine=Combine.LIVE_SLOTS,
+    hidden_multiple=64,
+    intermediate_multiple=64,
+    packed_weights=True,
+    dense_weights=_FLOATS,
+    gate_up_clamp=None,
+    nan_clamps=True,
+)
+
+
 def _reduced_in_kernel(record: Scheme) -> tuple[Scheme, Scheme]:
     """The record without and with the opt-in sum of routes inside fc2."""
     knob = "enable_in_kernel_fc2_reduce"
@@ -140,12 +164,30 @@ def _reduced_in_kernel(record: Scheme) -> tuple[Scheme, Scheme]:
     return without, replace(record, knobs=knobs, combine=Combine.ON_ARRIVAL, evidence=evidence)
 
 
-_WITHOUT, _REDUCED = zip(*map(_reduced_in_kernel, (*_FP8, _BF16)), strict=True)
+_WITHOUT, _REDUCED = zip(*map(_reduced_in_kernel, (*_FP8, _BF16, _SM100_NVFP4)), strict=True)
+_SM100_LATE = replace(
+    _WITHOUT[-1],
+    knobs={**_WITHOUT[-1].knobs, "apply_routing_weights_before_fc2": (False,)},
+    combine=Combine.WEIGHTED,
+)
 
 #: Every record. The first of each name has FlashInfer's default knobs.
-SCHEMES: tuple[Scheme, ...] = (_NVFP4, _NVFP4_NATURAL, _MXFP4, *_WITHOUT, *_REDUCED)
+SCHEMES: tuple[Scheme, ...] = (_NVFP4, _NVFP4_NATURAL, _MXFP4, *_WITHOUT, *_REDUCED, _SM100_LATE)
 
 _STATIC_SCALES = ("fc1_activation_dequant_scale", "fc2_activation_dequant_scale")
+
+#: Options that change bits and have no record: the one value that may be given, FlashInfer's default.
+_NOT_MODELLED: Mapping[str, Mapping[str, Any]] = {
+    _SM100_NVFP4.name: {
+        "combine_dtype": "bf16",
+        "activation": "swiglu",
+        "swiglu_alpha": None,
+        "swiglu_beta": None,
+        "situ_beta": None,
+        "situ_linear_beta": None,
+        "enable_fc1_activation_per_token_scale": False,
+    }
+}
 
 
 def find_scheme(name: str, **options: Any) -> Scheme:
@@ -155,13 +197,16 @@ def find_scheme(name: str, **options: Any) -> Scheme:
     `mma_tiler_k` for the K of `mma_tiler_mnk`, `enable_in_kernel_fc2_reduce`), for FP8 `grouped_token_back` and
     `combine_format`, and the numbers `gate_up_clamp` (FlashInfer's alias for it is `activation_clamp`) and, for FP8 per
     tensor, `fc1_activation_dequant_scale` and `fc2_activation_dequant_scale`. The names are those of FlashInfer's
-    config classes; what is left out takes FlashInfer's default.
+    config classes; what is left out takes FlashInfer's default. SM100 has `apply_routing_weights_before_fc2`,
+    `enable_in_kernel_fc2_reduce`, `gate_up_clamp` and `input_norm_const`; its quantized combine, SwiGLU constants, SiTU
+    and per-token scales are refused.
 
     Raises ValueError for an unknown name, option or value, listing what is allowed.
     """
     records = [scheme for scheme in SCHEMES if scheme.name == name]
     if not records:
         raise ValueError(f"name: no scheme {name!r}; known: {', '.join(sorted({s.name for s in SCHEMES}))}")
+    options = _modelled(name, options)
     knobs: dict[str, list] = {}
     for scheme in records:
         for knob, values in scheme.knobs.items():
@@ -185,6 +230,16 @@ def find_scheme(name: str, **options: Any) -> Scheme:
             allowed = "a positive finite number" + " or None" * (option == "gate_up_clamp")
             raise ValueError(f"{option} must be {allowed}, got {options[option]!r}")
     return replace(record, **{option: options[option] for option in options.keys() - knobs.keys()})
+
+
+def _modelled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options without those that must have their default."""
+    fixed = _NOT_MODELLED.get(name, {})
+    for option in fixed.keys() & options.keys():
+        value, default = options[option], fixed[option]
+        if type(value) is not type(default) or value != default:
+            raise ValueError(f"{option}: {value!r} is not modelled for {name}, only {default!r}")
+    return {option: value for option, value in options.items() if option not in fixed}
 
 
 #: `combine_format` of FlashInfer's FP8 config -> the wire's format.
@@ -220,8 +275,10 @@ def options_of(scheme: Scheme) -> dict[str, Any]:
 
 def _numbers(scheme: Scheme) -> tuple[str, ...]:
     """The options that are fields of the record."""
-    static = scheme.stage is not None and scheme.stage.source is ScaleSource.STATIC
-    return ("gate_up_clamp", *_STATIC_SCALES) if static else ("gate_up_clamp",)
+    if scheme.stage is None:
+        return ("gate_up_clamp",)
+    static = scheme.stage.source is ScaleSource.STATIC
+    return ("gate_up_clamp", *_STATIC_SCALES * static, *("input_norm_const",) * (scheme.stage.scale is not None))
 
 
 def _positive(value: object) -> bool:

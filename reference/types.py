@@ -15,6 +15,9 @@ class MoEWeights:
     also fp16 or float32); every scale None.
     NVFP4: uint8, two E2M1 codes per byte, even K low: w13 `[E, 2I, H/2]`, w2 `[E, H, I/2]`; w13_scale `[E, 2I, H/16]`,
     w2_scale `[E, H, I/16]`, E4M3 codes; global scales float32, scalar or `[E]`, decode direction (None: 1).
+    Where the tensor core scales blocks itself (SM100), global scales are the kernel's fc1_alpha and fc2_alpha and may
+    stand beside dense weights too; fc1_norm_const (float32, scalar or `[E]`; None: 1) multiplies the SwiGLU output as
+    it is quantized, and its reciprocal belongs in w2_global_scale.
     MXFP4: the same payload; scales UE8M0 codes per 32, no global scale.
     FP8: codes `[E, 2I, H]` and `[E, H, I]` (uint8 or torch float8); scales float32, `[E]` per expert or
     `[E, N/128, K/128]` blockwise, in the row order of the kernel (see `quantize_fp8_block_128`). FlashInfer takes these
@@ -27,6 +30,7 @@ class MoEWeights:
     w2_scale: torch.Tensor | None = None
     w13_global_scale: torch.Tensor | None = None
     w2_global_scale: torch.Tensor | None = None
+    fc1_norm_const: torch.Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -37,7 +41,7 @@ class MoEWeights:
         return self.w13_scale is not None
 
     def of_experts(self, index: slice | torch.Tensor) -> "MoEWeights":
-        """The weights of some experts. A global scale of a single element is that of all and stays as it is."""
+        """The weights of some experts. A scale of a single element is that of all experts and stays as it is."""
         given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
         return MoEWeights(**{name: t if t.numel() == 1 else t[index] for name, t in given.items()})
 
@@ -74,13 +78,17 @@ class Stage:
 
     | stage      | tensors                                                                                          |
     |------------|--------------------------------------------------------------------------------------------------|
-    | stage      | values `[T, H]` in the operand's dtype (FP8, bf16), scales `[T, blocks]`: the quantized tokens   |
+    | stage      | values `[T, H]` in the operand's dtype, scales `[T, blocks]`: the quantized tokens               |
     | dispatch   | values, scales, topk_weights, expert, source_rank, token, slot: one row per received route       |
     | fc1        | gate, up `[routes, I]` float32, descaled                                                         |
-    | activation | values `[routes, I]` float32: SwiGLU times the routing weight                                    |
+    | activation | values `[routes, I]` float32: SwiGLU times the routing weight (not under Combine.WEIGHTED)       |
     | requantize | values `[routes, I]` in the operand's dtype, scales `[routes, blocks]`                           |
     | fc2        | values `[routes, H]` bf16, descaled: what travels back                                           |
     | combine    | terms `[T, top_k, H]` bf16 as they arrived, values `[T, H]` bf16: the output                     |
+
+    The operand's dtype is torch's FP8 dtype, with float32 scales, or bf16, with scales of 1. FP4 operands are held one
+    value to an element in torch.float8_e4m3fn, which has every E2M1 value, beside scales in their own format, for NVFP4
+    torch.float8_e4m3fn too.
     """
 
     name: str

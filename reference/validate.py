@@ -12,7 +12,8 @@ from .types import MoEInputs, MoEWeights
 #: The kernels' dispatch lays 32 // top_k tokens across a warp.
 MAX_TOP_K = 32
 
-_PACKED_FP4 = (Weights.NVFP4, Weights.MXFP4)
+_PACKED_FP4 = (Weights.NVFP4, Weights.NVFP4_BLOCK_SCALED, Weights.MXFP4)
+_NVFP4 = (Weights.NVFP4, Weights.NVFP4_BLOCK_SCALED)
 
 
 class InputError(ValueError):
@@ -64,7 +65,8 @@ def _check_types(scheme: object, weights: object, ranks: Sequence[object]) -> No
             raise InputError(f"inputs must be MoEInputs or a sequence of them, got {type(inputs).__name__}")
     for owner in (weights, *ranks):
         for name, value in vars(owner).items():
-            if not (isinstance(value, torch.Tensor) or (value is None and "scale" in name)):
+            optional = "scale" in name or name == "fc1_norm_const"
+            if not (isinstance(value, torch.Tensor) or (value is None and optional)):
                 raise InputError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
@@ -77,7 +79,7 @@ def _check_tokens(scheme: Scheme, inputs: MoEInputs, hidden: int, max_tokens: in
         allowed = "None when hidden_states is bf16: the scheme makes its own"
         _require(scales is None, "scales", allowed, "a tensor", rank)
         return
-    if scheme.stage is None:
+    if scheme.stage is None or scheme.stage.element.dtype is None:
         raise InputError(f"hidden_states (rank {rank}) must be bfloat16, got {x.dtype}")
     staged = scheme.stage.element.dtype
     _require(x.dtype is staged, "hidden_states", f"bfloat16, or {staged} with scales", x.dtype, rank)
@@ -131,10 +133,12 @@ def _check_weights(scheme: Scheme, weights: MoEWeights) -> int:
     if weights.quantized:
         _check_scales(scheme, weights, "w13", hidden)
         _check_scales(scheme, weights, "w2", intermediate)
-    elif scheme.weights is Weights.NVFP4:
+    elif scheme.weights in _NVFP4:
         for leg in ("w13", "w2"):
             finite = torch.isfinite(getattr(weights, leg)).flatten(1).all(1)
             _require(bool(finite.all()), leg, "finite", f"NaN or infinity in experts {_where(~finite)}")
+    for name in ("w13_global_scale", "w2_global_scale", "fc1_norm_const"):
+        _check_per_expert(scheme, weights, name)
     return hidden
 
 
@@ -147,7 +151,8 @@ def _check_kind(scheme: Scheme, weights: MoEWeights, leg: str) -> None:
             wanted = f"{' or '.join(map(str, scheme.dense_weights))}, or quantized with w13_scale and w2_scale"
         _require(payload.dtype in scheme.dense_weights, leg, wanted, payload.dtype)
         name = f"{leg}_global_scale"
-        _require(getattr(weights, name) is None, name, "None with dense weights", "a tensor")
+        allowed = getattr(weights, name) is None or scheme.weights is Weights.NVFP4_BLOCK_SCALED
+        _require(allowed, name, "None with dense weights", "a tensor")
         return
     _require(scheme.packed_weights, scale, f"None: {scheme.name} takes bf16 weights only", "a tensor")
     dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
@@ -159,31 +164,36 @@ def _check_kind(scheme: Scheme, weights: MoEWeights, leg: str) -> None:
 
 
 def _check_scales(scheme: Scheme, weights: MoEWeights, leg: str, k: int) -> None:
-    payload, scale, global_scale = (getattr(weights, leg + suffix) for suffix in ("", "_scale", "_global_scale"))
+    payload, scale = getattr(weights, leg), getattr(weights, f"{leg}_scale")
     experts, rows = payload.shape[:2]
     dtypes, shape = {
-        Weights.NVFP4: ((torch.uint8, torch.float8_e4m3fn), [experts, rows, k // NVFP4_BLOCK]),
+        **dict.fromkeys(_NVFP4, ((torch.uint8, torch.float8_e4m3fn), [experts, rows, k // NVFP4_BLOCK])),
         Weights.MXFP4: ((torch.uint8,), [experts, rows, k // MX_BLOCK]),
         Weights.FP8_PER_EXPERT: ((torch.float32,), [experts]),
         Weights.FP8_BLOCK_128: ((torch.float32,), [experts, rows // 128, k // 128]),
     }[scheme.weights]
     fits = scale.dtype in dtypes and list(scale.shape) == shape
     _require(fits, f"{leg}_scale", f"{' or '.join(map(str, dtypes))} {shape}", _describe(scale))
-    if scheme.weights is Weights.NVFP4:
+    if scheme.weights in _NVFP4:
         codes = scale.view(torch.uint8).flatten(1).amax(1)
         bad = codes > E4M3.max_code
         got = f"code {int(codes.max())} in experts {_where(bad)}"
         _require(not bool(bad.any()), f"{leg}_scale", "E4M3 codes 0..126 (finite, not negative)", got)
     elif scale.dtype is torch.float32:
         _check_positive(scale.reshape(experts, -1), f"{leg}_scale")
-    if global_scale is None:
+
+
+def _check_per_expert(scheme: Scheme, weights: MoEWeights, name: str) -> None:
+    """A float32 factor, one for all experts or one for each."""
+    values, experts = getattr(weights, name), weights.num_experts
+    if values is None:
         return
-    name = f"{leg}_global_scale"
-    none = f"None: {scheme.weights.name} has no global scale"
-    _require(scheme.weights is Weights.NVFP4, name, none, "a tensor")
-    fits = global_scale.dtype is torch.float32 and global_scale.numel() in (1, experts)
-    _require(fits, name, f"float32, a scalar or [{experts}]", _describe(global_scale))
-    _check_positive(global_scale.reshape(-1).expand(experts)[:, None], name)
+    allowed = (Weights.NVFP4_BLOCK_SCALED,) if name == "fc1_norm_const" else _NVFP4
+    what = "norm constant" if name == "fc1_norm_const" else "global scale"
+    _require(scheme.weights in allowed, name, f"None: {scheme.weights.name} has no {what}", "a tensor")
+    fits = values.dtype is torch.float32 and values.numel() in (1, experts)
+    _require(fits, name, f"float32, a scalar or [{experts}]", _describe(values))
+    _check_positive(values.reshape(-1).expand(experts)[:, None], name)
 
 
 def _check_positive(values: torch.Tensor, name: str) -> None:

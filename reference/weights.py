@@ -1,6 +1,6 @@
 """From expert weights to what the tensor core multiplies: operand values and the scale beside them.
 
-Sources: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm90/*/weights.py` and, for MXFP4,
+Sources: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm{90,100}/*/weights.py` and, for MXFP4,
 `fused_moe/prepare.py` (the "Humming" preprocessing).
 """
 
@@ -19,6 +19,7 @@ from .quantize import (
     quantize_fp8_block_128,
     quantize_fp8_per_expert,
     quantize_nvfp4,
+    quantize_nvfp4_with_norm,
 )
 from .scheme import Scheme, Weights
 from .types import MoEWeights
@@ -29,10 +30,12 @@ MXFP4_RANGE = 11
 
 @dataclass(frozen=True)
 class Operand:
-    """One expert's leg. values: `[N, K]` float32, exact in the operand format; scale: `[1 or N, blocks]` float32."""
+    """One expert's leg. values: `[N, K]` float32, exact in the operand format; scale: `[1 or N, blocks]` float32;
+    block_scale: `[N, K / 16]` float32 where the tensor core itself multiplies by it."""
 
     values: torch.Tensor
     scale: torch.Tensor
+    block_scale: torch.Tensor | None = None
 
 
 def load_operand(scheme: Scheme, weights: MoEWeights, leg: str, expert: int) -> Operand:
@@ -45,13 +48,26 @@ def load_operand(scheme: Scheme, weights: MoEWeights, leg: str, expert: int) -> 
         return _fp8(scheme, payload, None if scale is None else scale[expert], parts=2 if leg == "w13" else 1)
     if scheme.weights is Weights.MXFP4:
         return mxfp4_operand(payload, scale[expert])
+    spread = expert_value(global_scale, expert)
+    if scheme.weights is Weights.NVFP4_BLOCK_SCALED:
+        if scale is None:
+            dense = quantize_nvfp4_with_norm(payload)
+            codes, scale = dense.codes, dense.scales
+        else:
+            codes, scale = unpack_e2m1(payload), scale[expert]
+        return Operand(decode(codes, E2M1), spread.reshape(1, 1), decode(scale, E4M3))
     if scale is None:
         dense = quantize_nvfp4(payload)
         assert dense.global_scale is not None
         return nvfp4_operand(pack_e2m1(dense.codes), dense.scales, dense.global_scale)
-    if global_scale is None:
-        global_scale = torch.ones(())
-    return nvfp4_operand(payload, scale[expert], global_scale if global_scale.numel() == 1 else global_scale[expert])
+    return nvfp4_operand(payload, scale[expert], spread)
+
+
+def expert_value(values: torch.Tensor | None, expert: int | torch.Tensor) -> torch.Tensor:
+    """What is given once for all experts, for each, or not at all (1), of `expert`: an id or ids `[routes]`."""
+    if values is None:
+        return torch.ones(())
+    return values if values.numel() == 1 else values[expert]
 
 
 def nvfp4_operand(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> Operand:
@@ -67,17 +83,34 @@ def nvfp4_operand(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch
 def mxfp4_operand(packed: torch.Tensor, scale: torch.Tensor) -> Operand:
     """code * 2^(offset - 6) as E4M3, exact; a power of two per expert goes to the epilogue.
 
-    packed: `[N, K/2]` uint8, scale: `[N, K/32]` UE8M0 codes (255 is taken as exponent 255, not NaN). Scales more than
-    11 below the expert's largest are raised to that, and their codes rounded to fewer digits (`_rewrite_table`).
+    packed: `[N, K/2]` uint8, scale: `[N, K/32]` UE8M0 codes (255 is taken as exponent 255, not NaN), of which
+    `_rewrite_mxfp4` makes what the operand can hold.
     """
-    scale = scale.int()
-    top = int(scale.max())
-    bottom = top - min(top - int(scale.min()), MXFP4_RANGE)
-    raised = scale.clamp(min=bottom)
-    codes = blocks(unpack_e2m1(packed), MX_BLOCK).long()
-    codes = _rewrite_table()[(raised - scale).long()[..., None], codes]
-    values = decode(codes, E2M1) * power_of_two(raised - bottom + 1 - 6).float()[..., None]
+    codes, raised = _rewrite_mxfp4(packed, scale)
+    bottom = int(raised.min())
+    values = blocks(decode(codes, E2M1), MX_BLOCK) * power_of_two(raised - bottom + 1 - 6).float()[..., None]
     return Operand(values.flatten(-2), power_of_two(torch.tensor([[bottom - 122]])).float())
+
+
+def mxfp4_rewrite(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MXFP4 weights as the SM90 kernel's preparation leaves them: (packed, scale), the operand of both is equal.
+
+    packed: `[..., N, K/2]` uint8, scale: `[..., N, K/32]` UE8M0 codes (uint8 or torch's float8_e8m0fnu); an expert is
+    the last two dimensions, and any before are experts (temporaries take 8 bytes a code). Scales more than 11 below the
+    expert's largest are raised to that, and their codes rounded to fewer digits (`_rewrite_table`). -0 becomes +0, but
+    a negative code may round to -0, so rewriting again can change the sign of a zero, and nothing else.
+    """
+    codes, raised = _rewrite_mxfp4(packed, scale.view(torch.uint8))
+    return pack_e2m1(codes), raised.to(torch.uint8)
+
+
+def _rewrite_mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes `[..., N, K]` uint8, scales `[..., N, K/32]` int32); the smallest scale is what offsets count from."""
+    scale = scale.int()
+    top = scale.amax((-2, -1), keepdim=True)
+    raised = torch.maximum(scale, top - MXFP4_RANGE)
+    codes = blocks(unpack_e2m1(packed), MX_BLOCK).long()
+    return _rewrite_table()[(raised - scale).long()[..., None], codes].flatten(-2), raised
 
 
 @cache

@@ -28,11 +28,12 @@ NVFP4 = "sm90_fp8_nvfp4_bf16_pull_cutedsl"
 MXFP4 = "sm90_fp8_mxfp4_bf16_pull_cutedsl"
 FP8 = "sm90_fp8_fp8_bf16_pull_cutedsl"
 BF16 = "sm90_bf16_bf16_bf16_pull_cutedsl"
+SM100 = "sm100_nvfp4_nvfp4_bf16_cutedsl"
 SMALL = Problem(NVFP4, hidden=64, intermediate=64)
 
 #: A record for every staging rule: scales from the amax, static ones that are powers of two, and one that is not.
 _RULES = {scheme.stage: scheme for scheme in reversed(SCHEMES)}
-DYNAMIC = [scheme for rule, scheme in _RULES.items() if rule and rule.source is ScaleSource.AMAX]
+DYNAMIC = [s for rule, s in _RULES.items() if rule and rule.source is ScaleSource.AMAX and rule.scale is None]
 STATIC = [
     find_scheme(FP8, kind=kind, fc1_activation_dequant_scale=scale)
     for kind in ("fp8_e4m3", "fp8_e5m2")
@@ -227,6 +228,26 @@ def test_saturating(scheme):
 def test_saturating_overflows_a_static_scale(scheme):
     """The cast gives NaN or infinity: codes above the largest finite one."""
     assert bool((staged_codes(scheme, hidden_states(scheme, "saturating")) > scheme.stage.element.max_code).any())
+
+
+@pytest.mark.parametrize("norm", [1.0, 0.25, 16.0])
+def test_values_under_a_norm_constant(norm):
+    """FP4 codes under E4M3 scales: ties under a scale of 1, every code and scale the largest, scales down to zero."""
+    scheme = find_scheme(SM100, input_norm_const=norm)
+    staged = {
+        values: quantize_activation(hidden_states(scheme, values), scheme.stage, norm_const=norm) for values in VALUES
+    }
+    assert staged["saturating"].codes.unique().tolist() == [7, 15]
+    assert staged["saturating"].scales.unique().tolist() == [126]
+    assert float(hidden_states(scheme, "saturating").abs().max()) == 2 * 2688 / norm
+    assert staged["ties"].scales.unique().tolist() == [56]
+    blocks = (hidden_states(scheme, "ties").float() * norm).unflatten(1, (-1, 16))[..., 1:]
+    assert torch.equal(blocks.abs().unique(), midpoints(scheme.stage.element))
+    tiny = staged["tiny"].scales
+    assert 0.05 < float((tiny == 0).float().mean()) < 0.5
+    assert 0.05 < float(((tiny > 0) & (tiny < 8)).float().mean()) < 0.5  # subnormal
+    assert bool((staged["zeros"].scales[::2] == 0).all())
+    assert staged["zeros"].codes[::2].unique().tolist() == [0, 8]
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -447,7 +468,7 @@ def test_str():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"scheme": "nvfp4"}, f"scheme: 'nvfp4' is not one of {BF16}, {FP8}, {MXFP4}, {NVFP4}"),
+        ({"scheme": "nvfp4"}, f"scheme: 'nvfp4' is not one of {SM100}, {BF16}, {FP8}, {MXFP4}, {NVFP4}"),
         ({"options": {"nvfp4_kperm": 7}}, "nvfp4_kperm: 7 is not one of [64, 0, 32]"),
         ({"options": {"kperm": 64}}, f"kperm: {NVFP4}[nvfp4_kperm=64] has no such option"),
         ({"options": {"gate_up_clamp": -1}}, "gate_up_clamp must be a positive finite number or None, got -1"),

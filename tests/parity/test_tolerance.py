@@ -12,18 +12,21 @@ from fp4ep.parity.order_set import reachable
 from fp4ep.parity.problem import Problem, problems
 from fp4ep.parity.run import Claim
 from fp4ep.parity.tolerance import Rung
+from fp4ep.reference.scheme import Weights
 from fp4ep.reference.schemes import SCHEMES, options_of
 from fp4ep.reference.weights import load_operand
 
 PROBLEM = Problem(NVFP4, tokens=(9, 3))
-OPTIONS = [(scheme.name, options_of(scheme)) for scheme in SCHEMES]
+#: Of FP4 activations fake_quant makes none, and no bound is derived.
+EMULATED = [scheme for scheme in SCHEMES if scheme.weights is not Weights.NVFP4_BLOCK_SCALED]
+OPTIONS = [(scheme.name, options_of(scheme)) for scheme in EMULATED]
 
 
 def by_name(comparison):
     return {(t.stage, t.tensor): t for t in comparison.tensors}
 
 
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[str(scheme) for scheme in SCHEMES])
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[str(scheme) for scheme in EMULATED])
 def test_a_float32_emulation_keeps_its_promise(name, options):
     """Every case of every scheme. Staging and dispatch are equal in bits; from fc1 on nothing is outside."""
     for case, problem in problems(name, options).items():
@@ -34,6 +37,16 @@ def test_a_float32_emulation_keeps_its_promise(name, options):
             assert tensor.allowance.rung is (Rung.BITS if exact else Rung.BOUND), tensor
             assert tensor.differing <= tensor.allowed
             assert tensor.allowance.because
+
+
+def test_no_emulation_of_fp4_activations():
+    """Refused with the reason, by the side and by the bound."""
+    problem = Problem("sm100_nvfp4_nvfp4_bf16_cutedsl", tokens=(3,), num_experts=2)
+    left = reference_run(problem)
+    with pytest.raises(ValueError, match=r"^scheme: fake_quant has no FP4 activations and cannot run sm100_nvfp4"):
+        fake_quant_run(problem)
+    with pytest.raises(ValueError, match=r"^scheme: no bound is derived for the FP4 activations of sm100_nvfp4"):
+        compare(left, replace(left, claim=Claim.FLOAT32))
 
 
 @pytest.mark.parametrize("wire", ["bf16", "32e4m3xe8m0", "32e5m2xe8m0"])

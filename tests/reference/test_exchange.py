@@ -80,10 +80,11 @@ def test_dispatch_skewed_to_one_rank():
 def combine_terms(*terms: float, ids: list[int] | None = None, rule: Combine = Combine.LIVE_SLOTS) -> float:
     """One token, one channel."""
     topk_ids = torch.tensor([ids or list(range(len(terms)))])
-    return combine(torch.tensor(terms).bfloat16()[None, :, None], topk_ids, rule, local_experts=8).item()
+    values, weights = torch.tensor(terms).bfloat16()[None, :, None], torch.ones(topk_ids.shape)
+    return combine(values, topk_ids, rule, local_experts=8, topk_weights=weights).item()
 
 
-IN_FLOAT32 = (Combine.LIVE_SLOTS, Combine.ALL_SLOTS)
+IN_FLOAT32 = (Combine.LIVE_SLOTS, Combine.ALL_SLOTS, Combine.WEIGHTED)
 
 
 @pytest.mark.parametrize("rule", Combine)
@@ -132,7 +133,8 @@ def test_combine_signs_of_zero():
 @pytest.mark.parametrize("rule", Combine)
 @pytest.mark.parametrize("terms", [(-math.nan, 1.0), (math.inf, -math.inf)])
 def test_combine_gives_the_canonical_nan(rule, terms):
-    out = combine(torch.tensor(terms).bfloat16()[None, :, None], torch.tensor([[0, 1]]), rule, local_experts=2)
+    ids, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
+    out = combine(torch.tensor(terms).bfloat16()[None, :, None], ids, rule, local_experts=2, topk_weights=weights)
     assert out.view(torch.int16).item() == 0x7FFF
 
 
@@ -189,13 +191,17 @@ def test_combine_agrees_with_a_plain_loop(rule):
     }
     for rank in range(4):
         workspace = torch.randn(len(ids[rank]), 4, 16, generator=g).bfloat16()
-        found = combine(route_terms(returned[rank], workspace), ids[rank], rule)
+        weights = torch.rand(ids[rank].shape, generator=g)
+        found = combine(route_terms(returned[rank], workspace), ids[rank], rule, topk_weights=weights)
         assert found.dtype is torch.bfloat16
         assert found.shape == (len(ids[rank]), 16)
         for token in range(len(ids[rank])):
             total = torch.zeros(16)
             for slot in range(4):
-                if (rank, token, slot) in rows:
+                if (rank, token, slot) in rows and rule is Combine.WEIGHTED:
+                    exact = rows[rank, token, slot].double() * float(weights[token, slot]) + total.double()
+                    total = exact.float()  # 8 + 24 bits and a sum of like magnitude: float64 has room
+                elif (rank, token, slot) in rows:
                     total = total + rows[rank, token, slot].float()
                     total = total.bfloat16().float() if rule is Combine.ON_ARRIVAL else total
                 elif rule is Combine.ALL_SLOTS:

@@ -49,8 +49,8 @@ def dense(hidden: int = H, intermediate: int = I) -> MoEWeights:
 @cache
 def packed(scheme: Scheme, hidden: int = H, intermediate: int = I) -> MoEWeights:
     legs = (2 * intermediate, hidden), (hidden, intermediate)
-    if scheme.weights in (Weights.NVFP4, Weights.MXFP4):
-        block = 16 if scheme.weights is Weights.NVFP4 else 32
+    if scheme.weights in (Weights.NVFP4, Weights.NVFP4_BLOCK_SCALED, Weights.MXFP4):
+        block = 32 if scheme.weights is Weights.MXFP4 else 16
         payloads = [torch.zeros(E, n, k // 2, dtype=torch.uint8) for n, k in legs]
         scales = [torch.full((E, n, k // block), 56, dtype=torch.uint8) for n, k in legs]
     else:
