@@ -1,9 +1,41 @@
-"""The fp4_fp8 weight layout, bit by bit."""
+"""The gate/up interleave, and the fp4_fp8 weight layout bit by bit."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layout_cases import draw
 
-from fp4ep.optimized.layouts import interleave_fp4_fp8
+from fp4ep.optimized.layouts import (
+    deinterleave_fp4_fp8,
+    deinterleave_gate_up,
+    interleave_fp4_fp8,
+    interleave_gate_up,
+)
+
+
+@pytest.mark.parametrize("block", [8, 16])
+def test_gate_and_up_rows_lie_side_by_side(block):
+    rows = torch.arange(64).reshape(1, 64, 1)  # gate 0..31, up 32..63
+    found = interleave_gate_up(rows, block).flatten().tolist()
+    wanted = [row + half for start in range(0, 32, block) for half in (0, 32) for row in range(start, start + block)]
+    assert found == wanted
+    assert found[block] == 32
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 7), st.sampled_from([8, 16]), st.integers(0, 9))
+def test_gate_up_comes_back(experts, groups, columns, block, seed):
+    w13 = draw(f"{seed}", experts, 2 * groups * block, columns)
+    for dtype in (torch.uint8, torch.float8_e4m3fn):  # any dtype: bytes only move
+        found = interleave_gate_up(w13.view(dtype), block)
+        assert found.is_contiguous()
+        assert torch.equal(deinterleave_gate_up(found, block).view(torch.uint8), w13)
+
+
+def test_gate_up_refuses_rows_that_do_not_split():
+    for function in (interleave_gate_up, deinterleave_gate_up):
+        with pytest.raises(ValueError, match=r"^w13 rows must be a positive multiple of 32, got 48"):
+            function(torch.zeros(1, 48, 2), 16)
 
 
 def literal(packed: list[list[list[int]]]) -> list[list[list[int]]]:
@@ -86,3 +118,24 @@ def test_interleave_moves_bits_one_by_one_within_a_group(seed):
     assert torch.equal(*groups)
     assert torch.equal(interleave_fp4_fp8(a ^ b), found ^ interleave_fp4_fp8(b))
     assert torch.equal(interleave_fp4_fp8(a[1:2, 16:32, 32:64]), found[1:2, 16:32, 32:64])
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(0, 9))
+def test_interleave_comes_back(experts, rows, columns, seed):
+    packed = draw(f"{seed}", experts, 16 * rows, 32 * columns)
+    assert torch.equal(deinterleave_fp4_fp8(interleave_fp4_fp8(packed)), packed)
+    assert torch.equal(interleave_fp4_fp8(deinterleave_fp4_fp8(packed)), packed)
+
+
+def test_interleave_takes_any_stride_and_offset():
+    packed = draw("strided", 32 * 64 + 1)[1:].reshape(1, 64, 32)  # at an odd address
+    for given_packed in (packed, packed.mT.contiguous().mT):
+        assert torch.equal(interleave_fp4_fp8(given_packed), interleave_fp4_fp8(packed.clone()))
+        assert torch.equal(deinterleave_fp4_fp8(given_packed), deinterleave_fp4_fp8(packed.clone()))
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(1, 8, 32), torch.zeros(1, 16, 16).byte(), torch.zeros(1, 24, 32).byte()])
+def test_interleave_refuses(bad):
+    for function in (interleave_fp4_fp8, deinterleave_fp4_fp8):
+        with pytest.raises(ValueError, match=r"^packed must be uint8 \[E, N, K/2\]"):
+            function(bad)
