@@ -9,7 +9,8 @@ from fp4ep.reference.types import MoEInputs, MoEWeights
 
 from .layouts import interleave_fp4_fp8
 
-_CONFIGS = {
+#: FlashInfer's registry name -> its config class.
+CONFIGS = {
     "sm90_fp8_nvfp4_bf16_pull_cutedsl": "Sm90_Fp8_Nvfp4_Bf16_PullCutedsl_MegaMoeConfig",
     "sm90_fp8_mxfp4_bf16_pull_cutedsl": "Sm90_Fp8_Mxfp4_Bf16_PullCutedsl_MegaMoeConfig",
     "sm90_fp8_fp8_bf16_pull_cutedsl": "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig",
@@ -73,19 +74,14 @@ def launch_megakernel(
 
     FlashInfer's own errors pass through.
     """
-    if ep_size > 1:
-        os.environ["MEGA_NO_DIST"] = "0"
-    else:
-        os.environ.setdefault("MEGA_NO_DIST", "1")  # one rank: neither torch.distributed nor NVSHMEM
-    import flashinfer.fused_moe.prepare as prepare
+    prepare_process(ep_size)
     from flashinfer import moe_ep
 
-    prepare.interleave_moe_weights_for_sm90_mixed_gemm = lambda weight, quant_type="fp4_fp8": interleave_fp4_fp8(weight)
     bootstrap = moe_ep.BootstrapConfig(world_size=ep_size, rank=ep_rank, device=torch.cuda.current_device())
     _start_runtime(bootstrap)
     top_k = inputs.topk_ids.shape[1]
     hidden, intermediate = inputs.hidden_states.shape[1], weights.w13.shape[1] // 2
-    config = getattr(moe_ep, _CONFIGS[name])(intermediate_size=intermediate, top_k=top_k, **options)
+    config = getattr(moe_ep, CONFIGS[name])(intermediate_size=intermediate, top_k=top_k, **options)
     layer = moe_ep.MoEEpLayer(
         bootstrap=bootstrap,
         fleet_params=moe_ep.FleetParams(
@@ -106,6 +102,21 @@ def launch_megakernel(
     torch.cuda.synchronize()
     layer.destroy()  # collective, so not after an error that only this rank may have had
     return outputs
+
+
+def prepare_process(ep_size: int) -> None:
+    """What FlashInfer's SM90 kernels want of a process before the first of them is built.
+
+    One rank runs without torch.distributed and NVSHMEM; the layout of packed FP4 weights is ours, where FlashInfer
+    would compile its whole CUTLASS MoE module for it.
+    """
+    if ep_size > 1:
+        os.environ["MEGA_NO_DIST"] = "0"
+    else:
+        os.environ.setdefault("MEGA_NO_DIST", "1")
+    import flashinfer.fused_moe.prepare as prepare
+
+    prepare.interleave_moe_weights_for_sm90_mixed_gemm = lambda weight, quant_type="fp4_fp8": interleave_fp4_fp8(weight)
 
 
 #: FlashInfer's handle on NVSHMEM. Without it the last layer's `destroy` would end NVSHMEM between two calls.

@@ -17,7 +17,7 @@ PACKAGES = ("reference", "optimized", "parity")
 ALLOWED = {"reference": {"reference"}, "optimized": {"reference", "optimized"}, "parity": set(PACKAGES)}
 #: What optimized may take from reference: these modules, and measured tables.
 DESCRIPTIONS = {"scheme", "schemes", "formats", "types"}
-KERNEL_LIBRARIES = {"flashinfer", "cutlass"}
+KERNEL_LIBRARIES = {"flashinfer": "flashinfer_", "cutlass": "flashinfer_", "vllm": ("flashinfer_", "vllm_")}
 REFERENCE_LIBRARIES = {"torch", "numpy", "fp4ep"} | set(sys.stdlib_module_names)
 
 
@@ -56,8 +56,8 @@ def _reason(name: list[str], package: str, file: str, inside: bool) -> str | Non
         return f"import fp4ep.{top}"
     if top in KERNEL_LIBRARIES and not inside:
         return "import it inside a function"
-    if top in KERNEL_LIBRARIES and not file.startswith("flashinfer_"):
-        return "only in files named flashinfer_*"
+    if top in KERNEL_LIBRARIES and not file.startswith(KERNEL_LIBRARIES[top]):
+        return f"only in files named {KERNEL_LIBRARIES[top]}*"
     if package == "reference" and (top not in REFERENCE_LIBRARIES or name[:2] == ["torch", "distributed"]):
         return "reference needs torch, numpy and the standard library only"
     if top == "fp4ep" and (len(name) == 1 or name[1] not in ALLOWED[package]):
@@ -104,6 +104,8 @@ def test_package_keeps_the_rule(package):
         ("optimized", "class A:\n    import cutlass", "flashinfer_a.py"),
         ("optimized", "if True:\n    from flashinfer.moe_ep import MoEEpLayer", "flashinfer_a.py"),
         ("optimized", "def f():\n    import flashinfer", "a.py"),
+        ("optimized", "import vllm", "vllm_a.py"),
+        ("optimized", "def f():\n    from vllm import envs", "a.py"),
         ("parity", "import cutlass.cute as cute", "flashinfer_a.py"),
         ("parity", "import parity", "a.py"),
         ("parity", "import fp4ep", "a.py"),
@@ -123,6 +125,7 @@ def test_a_violation_is_found(package, source, file):
         ("optimized", "from fp4ep.reference.scheme import Scheme\nfrom fp4ep.reference import schemes, types", "a.py"),
         ("optimized", "from ..reference.formats import E2M1\nfrom fp4ep.reference.special import _ex2_table", "a.py"),
         ("optimized", "def f():\n    from flashinfer.moe_ep import MoEEpLayer", "flashinfer_a.py"),
+        ("optimized", "def f():\n    from vllm import envs", "vllm_a.py"),
         ("parity", "from fp4ep.reference.moe import moe_forward\nfrom ..optimized import engine\nimport rich", "a.py"),
         ("parity", "async def f():\n    import cutlass", "flashinfer_a.py"),
     ],
