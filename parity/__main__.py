@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from . import inspect_command
 from .commands import add_parser
 from .commands import main as parity
 from .recording import Recording, RecordingError
@@ -18,7 +19,7 @@ from .report import print_results
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Exit status of `replay`: 0 all bits equal, 1 some differ, 2 bad arguments or files; of
-    `parity`: see `commands.py`."""
+    `parity`: see `commands.py`; of `inspect`: see `inspect_command.py`."""
     parser = argparse.ArgumentParser(prog="fp4ep", description="Bit-exact parity for FP4 mixture-of-experts kernels.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
@@ -31,9 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--match", default="", metavar="TEXT", help="only cases whose scheme or title contains TEXT")
     command.add_argument("--json", action="store_true", help="print the results as JSON")
     add_parser(commands)
+    inspect_command.add_parser(commands)
     arguments = parser.parse_args(argv)
     if arguments.command == "parity":
         return parity(arguments)
+    if arguments.command == "inspect":
+        return inspect_command.main(arguments)
     try:
         return _replay(arguments)
     except (RecordingError, OSError) as error:
