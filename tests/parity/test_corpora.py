@@ -8,9 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp4ep.parity import Recording, RecordingWriter, corpus_problems, corpus_ranks, replay_cases, shipped_recordings
+from fp4ep.optimized.config import EpGroup
+from fp4ep.parity import (
+    Recording,
+    RecordingWriter,
+    corpus_adapter,
+    corpus_problems,
+    corpus_ranks,
+    replay_cases,
+    shipped_recordings,
+)
 from fp4ep.parity.corpus_problems import PROBLEMS, build_problems
 from fp4ep.parity.corpus_ranks import build_ranks
+from fp4ep.parity.flashinfer_record import record_adapter
+from fp4ep.parity.reference_kernel import ReferenceKernel
 from fp4ep.reference import find_scheme, moe_forward
 
 SOURCE = {"hardware": "a test", "flashinfer": "none"}
@@ -82,10 +93,13 @@ def test_the_scripts_declare_what_is_shipped(monkeypatch, stem):
 
 _ON_RANKS = """
 import sys
+import torch.distributed as dist
+from fp4ep.optimized.config import EpGroup
 from fp4ep.parity import corpus_ranks
 from fp4ep.parity.distributed import DistributedExchange
-from fp4ep.parity.flashinfer_record import record_ranks
+from fp4ep.parity.flashinfer_record import record_adapter, record_ranks
 from fp4ep.parity.problem import Layer
+from fp4ep.parity.reference_kernel import ReferenceKernel
 from fp4ep.parity.sides import Place, local_layer
 from fp4ep.reference import find_scheme
 from fp4ep.reference.moe import moe_forward_ranks
@@ -103,7 +117,11 @@ def launch(scheme, options, weights, inputs, *, max_tokens_per_rank, ep_rank, ep
     return [trace["combine", ep_rank].tensors["values"]] * 3
 
 
-record_ranks(sys.argv[1], launch, {"hardware": "a test", "flashinfer": "none"})
+source = {"hardware": "a test", "flashinfer": "none"}
+dist.init_process_group("gloo")
+record_ranks(sys.argv[1], launch, source)
+record_adapter(sys.argv[1], EpGroup(dist.get_world_size(), dist.get_rank(), dist.group.WORLD), ReferenceKernel, source)
+dist.destroy_process_group()
 """
 
 
@@ -115,3 +133,18 @@ def test_the_script_records_under_torchrun(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, timeout=120, capture_output=True, env=environment)
     assert replayed(tmp_path / "h200_two_ranks.safetensors") == [0, 0]
+    assert replayed(tmp_path / "h200_adapter_2.safetensors") == [0] * len(corpus_adapter.problems(2))
+
+
+def test_the_adapter_is_recorded(tmp_path):
+    record_adapter(str(tmp_path), EpGroup(1, 0), ReferenceKernel, SOURCE)
+    assert replayed(tmp_path / "h200_adapter_1.safetensors") == [0] * len(corpus_adapter.problems(1))
+
+
+def test_an_adapter_whose_passes_differ_is_not_recorded():
+    def run(backend, problem):
+        output = torch.zeros(sum(problem.tokens), problem.hidden, dtype=torch.bfloat16)
+        return {"eager": output, "captured": output, "experts moved in place": output + 1}
+
+    with pytest.raises(RuntimeError, match=r"sm90_nvfp4 .*: experts moved in place differs from eager"):
+        corpus_adapter.build_adapter(RecordingWriter("a test", SOURCE), 1, run, lambda line: None)
