@@ -13,8 +13,8 @@ def permute_experts(
 
     views: what `expert_weight_views` returns, `[E_local, ...]` each; order: E physical experts, with or without
     repetitions. Written in place, so that a kernel, or a captured graph, that reads this memory goes on with it. With
-    group, collective over its ranks; rank r holds [r * E_local, (r + 1) * E_local). Routes follow when every topk id p
-    is replaced by a q with order[q] == p.
+    group, collective over its ranks; rank r holds [r * E_local, (r + 1) * E_local). Routes follow by
+    `permute_topk_ids`.
 
     Raises ValueError for an order that does not fit, before anything moves.
     """
@@ -38,3 +38,9 @@ def permute_experts(
             dist.all_to_all_single(arrived, flat, from_, to, group=group)
             moved = arrived.view(view.dtype).reshape(view.shape)
         view[torch.tensor([p - here.start for p in came], device=view.device)] = moved
+
+
+def permute_topk_ids(topk_ids: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Ids of the same experts after `permute_experts`; negative ones, masked, stay. order: every expert once."""
+    places = torch.tensor(list(order), device=topk_ids.device).argsort().to(topk_ids.dtype)
+    return torch.where(topk_ids < 0, topk_ids, places[topk_ids.clamp(min=0).long()])

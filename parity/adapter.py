@@ -6,7 +6,7 @@ import torch
 
 from fp4ep.optimized.backends import flashinfer_moe_ep_backend_spec
 from fp4ep.optimized.config import EpGroup, FusedMoEConfig, FusedMoEParallelConfig
-from fp4ep.optimized.eplb import permute_experts
+from fp4ep.optimized.eplb import permute_experts, permute_topk_ids
 from fp4ep.optimized.flashinfer_moe_ep import FlashInferMoeEp
 from fp4ep.optimized.mega_kernel import FlashInferMoeEpEpilogue, FlashInferMoeEpWeights
 
@@ -66,5 +66,4 @@ def rebalance(adapter: FlashInferMoeEp, batch: Batch, order: Sequence[int], grou
     """
     permute_experts(adapter.expert_weight_views(), order, group.device_group if group.world_size > 1 else None)
     tokens, ids, weights = batch
-    places = torch.tensor(list(order), device=ids.device).argsort().to(ids.dtype)
-    return tokens, torch.where(ids < 0, ids, places[ids.clamp(min=0).long()]), weights
+    return tokens, permute_topk_ids(ids, order), weights

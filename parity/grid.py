@@ -60,8 +60,6 @@ __all__ = [
     "Numbers",
     "build",
     "output_channel",
-    "permute_experts",
-    "permute_ids",
 ]
 
 
@@ -120,16 +118,6 @@ def build(
         expected.append(maker.expected(tokens, ids, shares))
         first += count
     return Grid(weights, inputs, expected)
-
-
-def permute_experts(weights: MoEWeights, order: torch.Tensor) -> MoEWeights:
-    """The weights with logical expert order[p] at physical place p, as load balancing moves them. Makes copies."""
-    return weights.of_experts(order)
-
-
-def permute_ids(topk_ids: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The physical places of logical ids under `order`; masked ones stay masked."""
-    return torch.where(topk_ids < 0, topk_ids, torch.argsort(order)[topk_ids.clamp(min=0)].to(topk_ids.dtype))
 
 
 def output_channel(geometry: Geometry, expert: int) -> int:

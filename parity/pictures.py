@@ -322,22 +322,22 @@ def _map(
         axes.axhline(end, color=MUTED if group.strong else LINE, linewidth=0.9 if group.strong else 0.6)
     if len(groups) > 1:
         labels = (((a + b) / 2, g.name) for (a, b), g in zip(pairwise(ends), groups, strict=True) if g.rows)
-        axes.set_yticks(*_apart(labels, line))
+        axes.set_yticks(*apart(labels, line))
         axes.tick_params("y", length=0)
     if row == "token":
         step = next(n for k in range(9) for n in (10**k, 2 * 10**k, 5 * 10**k) if n >= line)
         tokens = ((end + n + 0.5, str(n)) for g, end in zip(groups, ends, strict=False) for n in range(0, g.rows, step))
         right = axes.secondary_yaxis("right") if len(groups) > 1 else axes
-        right.set_yticks(*_apart(tokens, line))
+        right.set_yticks(*apart(tokens, line))
         right.set_ylabel(row)
     if mark:
         axes.plot(mark[1] + 0.5, mark[0] + 0.5, "o", ms=11, mfc="none", mec=INK, mew=1.2, clip_on=False)
     shape = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((rows, row), (columns, column))]
     worst = ", coloured by its worst element" if rows * columns > 1 else ""
-    return _svg(figure, f"map-{row}"), f"One cell is {' by '.join(shape)}{worst}"
+    return as_svg(figure, f"map-{row}"), f"One cell is {' by '.join(shape)}{worst}"
 
 
-def _apart(labels: Iterable[tuple[float, str]], room: float) -> tuple[list[float], list[str]]:
+def apart(labels: Iterable[tuple[float, str]], room: float) -> tuple[list[float], list[str]]:
     """Places and names of the labels that keep `room` from the one before."""
     places: list[float] = []
     names: list[str] = []
@@ -371,7 +371,7 @@ def _histograms(comparison: Comparison, shown: Sequence[TensorComparison]) -> Pi
         for place, value in zip(x, total, strict=True):
             if value:
                 at = place, floor + np.log2(1 + value) / top + 0.04
-                axes.text(*at, _short(int(value)), ha="center", va="bottom", fontsize=6.5)
+                axes.text(*at, short(int(value)), ha="center", va="bottom", fontsize=6.5)
         axes.axhline(floor, color=LINE, linewidth=0.8)
     axes.set(ylim=(-1.4 * (len(counts) - 1), 1.3), xlim=(-0.7, bins + 1.2))
     axes.set_yticks([0.35 - 1.4 * n for n in range(len(counts))], list(counts))
@@ -386,7 +386,7 @@ def _histograms(comparison: Comparison, shown: Sequence[TensorComparison]) -> Pi
         f"Histograms of the ulp distance of differing elements, by tensor. {names}.",
         "Elements that differ, by distance in representable values of their own type. Heights are logarithmic.",
         _allowed_or_not(differing - wrong, wrong),
-        _svg(figure, "histogram"),
+        as_svg(figure, "histogram"),
     )
 
 
@@ -429,7 +429,7 @@ def _bars(comparison: Comparison, tensor: TensorComparison, by: str) -> Picture:
         f"Elements of {name_of(tensor)} {what}, by {by}; most, {max(told):,}, in {by} {worst}.",
         f"Elements {what}: in {some} of {len(keys)} {by}s, most in {by} {worst}.",
         _allowed_or_not(sum(total) - sum(outside), sum(outside)),
-        _svg(figure, f"{by}-{tensor.stage}-{tensor.tensor}"),
+        as_svg(figure, f"{by}-{tensor.stage}-{tensor.tensor}"),
         wide,
     )
 
@@ -455,7 +455,7 @@ def _allowed_or_not(allowed: int, outside: int) -> tuple[tuple[str, str], ...]:
     return tuple((colour, f"{name}: {n:,}") for colour, name, n in entries if n)
 
 
-def _short(n: int) -> str:
+def short(n: int) -> str:
     for size, unit in ((10**9, "G"), (10**6, "M"), (10**4, "k")):
         if n >= size:
             return f"{n / (1000 if unit == 'k' else size):.3g}{unit}"
@@ -466,7 +466,7 @@ def _power(n: int) -> str:
     return f"{2**n:,}" if n < 10 else "2" + "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(digit)] for digit in str(n))
 
 
-def _svg(figure: Any, prefix: str) -> str:
+def as_svg(figure: Any, prefix: str) -> str:
     """The figure as an SVG element to be put into a page: ids of its own, the page's ink, no size, no metadata."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 

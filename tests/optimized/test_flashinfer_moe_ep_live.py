@@ -10,7 +10,7 @@ from moe_ep_layers import HIDDEN, SM90, bits, label, moe_ep_layer
 from moe_ep_ranks import TOKENS
 
 from fp4ep.optimized.config import FusedMoEConfig, FusedMoEQuantConfig, RoutingMethodType
-from fp4ep.optimized.eplb import permute_experts
+from fp4ep.optimized.eplb import permute_experts, permute_topk_ids
 from fp4ep.optimized.experts import FlashInferMoeEpExperts, run_experts
 from fp4ep.optimized.flashinfer_moe_ep import FlashInferMoeEp, FlashInferMoeEpEpilogue, FlashInferMoeEpWeights
 from fp4ep.optimized.kernel_layouts import KERNEL_LAYOUTS
@@ -141,8 +141,7 @@ def test_rows_16_and_18_the_experts_class_and_its_layers_parameters(backend):
     tokens, ids, weights = layer.inputs()
     assert torch.equal(bits(run_experts(experts, tokens, weights, ids.int())), bits(layer.expected()))
     permute_experts([p.data for p in module.parameters()], ORDER)
-    places = torch.tensor(ORDER, device=GPU).argsort().to(ids.dtype)
-    moved = torch.where(ids < 0, ids, places[ids.clamp(min=0).long()])
+    moved = permute_topk_ids(ids, ORDER)
     assert torch.equal(bits(run_experts(experts, tokens, weights, moved)), bits(layer.expected()))
     halves = torch.full_like(weights, 0.5)
     as_bf16 = run_experts(experts, tokens, halves.bfloat16(), moved)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from fp4ep.optimized.eplb import permute_topk_ids
 from fp4ep.parity.grid import (
     FAMILIES,
     GEOMETRIES,
@@ -15,8 +16,6 @@ from fp4ep.parity.grid import (
     Grid,
     build,
     output_channel,
-    permute_experts,
-    permute_ids,
 )
 from fp4ep.reference import SCHEMES, Scheme, find_scheme, moe, moe_forward
 from fp4ep.reference.moe import Intervention
@@ -102,8 +101,8 @@ def test_by_hand():
 def test_experts_move(scheme):
     layer = build(SMALL, scheme, 2, spread=1)
     order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
-    moved = layer._replace(weights=permute_experts(layer.weights, order))
-    inputs = [replace(x, topk_ids=permute_ids(x.topk_ids, order)) for x in layer.inputs]
+    moved = layer._replace(weights=layer.weights.of_experts(order))
+    inputs = [replace(x, topk_ids=permute_topk_ids(x.topk_ids, order.tolist())) for x in layer.inputs]
     assert any(bool((x.topk_ids == -1).any()) for x in inputs)
     assert equal(scheme, moved._replace(inputs=inputs))
     assert not equal(scheme, moved)
@@ -142,7 +141,7 @@ FAULTS: dict[str, Callable[[Grid], Grid]] = {
     "fc2 alpha of the next expert": weight("w2_global_scale", lambda s: s.roll(-1)),
     "alphas of the first rank on every rank": weight("w2_global_scale", lambda s: s[:4].repeat(2)),
     "experts of the other rank": lambda layer: layer._replace(
-        weights=permute_experts(layer.weights, torch.arange(8).roll(4))
+        weights=layer.weights.of_experts(torch.arange(8).roll(4))
     ),
     "the next expert": tokens(topk_ids=lambda ids: torch.where(ids < 0, ids, (ids + 1) % 8)),
     "masked slots live": tokens(topk_ids=lambda ids: ids.clamp(min=0)),
