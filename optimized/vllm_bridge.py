@@ -95,6 +95,7 @@ def vllm_experts_class(
             raise ValueError(f"backends: {name!r} is not a backend of vLLM's: {sorted(FLASHINFER_MOE_EP_BACKENDS)}")
         flashinfer_moe_ep_backend_spec(instead)
     mk, reduce = _import_vllm()
+    modular: Any = mk.FusedMoEExpertsModular
 
     def ours(moe_config: Any) -> Any:
         name = (backends or {}).get(moe_config.moe_backend)
@@ -104,10 +105,10 @@ def vllm_experts_class(
         moe_config.moe_backend = name
         return moe_config
 
-    class VllmFlashInferMoeEpExperts(FlashInferMoeEpExperts, mk.FusedMoEExpertsModular):
+    class VllmFlashInferMoeEpExperts(FlashInferMoeEpExperts, modular):
         def __init__(self, moe_config: Any, quant_config: Any, **batched: Any) -> None:
             moe_config = ours(moe_config)
-            mk.FusedMoEExpertsModular.__init__(self, moe_config, quant_config, **batched)
+            modular.__init__(self, moe_config, quant_config, **batched)
             FlashInferMoeEpExperts.__init__(
                 self,
                 moe_config,
