@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,9 +54,16 @@ class _Job:
     def gpu(self) -> bool:
         return any(side.gpu for side in self.sides)
 
-    @property
-    def backend(self) -> str:
-        return "cpu:gloo,cuda:nccl" if self.gpu else "gloo"
+    def shares_gpus(self, ranks_here: int) -> bool:
+        """Whether ranks of this machine share a GPU. FlashInfer wants to be told; NCCL refuses, so rows go over gloo.
+
+        Their processes take turns on it: seen with two and four on an H200. Under MPS, with half the SMs each, two hung
+        in their first launch.
+        """
+        shared = self.gpu and torch.cuda.device_count() < ranks_here
+        if shared:
+            os.environ["MEGA_SINGLE_GPU_GLOO"] = "1"
+        return shared
 
 
 #: A layer and, from every side, the stages of all ranks (no sides on any rank but 0).
@@ -102,6 +110,8 @@ def launch_each(
     for side in sides:
         if reason := side.missing():
             raise UnavailableError(f"{side.name} cannot run here: {reason}")
+    if job.gpu and how != "in_process" and not torch.cuda.device_count():
+        raise UnavailableError(f"{', '.join(s.name for s in sides if s.gpu)} cannot run here: no CUDA device")
     return _runs(job, how, progress)
 
 
@@ -148,14 +158,20 @@ def _of(side: Side, progress: Progress | None) -> Callable[[int, int], None] | N
 # --- one rank per process ----------------------------------------------------------------------------------------
 
 
-def _one_rank(job: _Job, rank: int, gpu: int, progress: Progress | None) -> Iterator[Result]:
-    """On the default group. gpu: the rank's own on this machine.
+def _init_group(job: _Job, shared: bool, **options: Any) -> None:
+    backend = "cpu:gloo,cuda:nccl" if job.gpu and not shared else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=job.timeout), **options)
+
+
+def _one_rank(job: _Job, rank: int, local: int, shared: bool, progress: Progress | None) -> Iterator[Result]:
+    """On the default group. local: the rank's number on this machine; shared: see `_Job.shares_gpus`.
 
     Ranks other than 0 keep the weights of their own experts only, unless a side wants the whole.
     """
+    gpu = local % torch.cuda.device_count() if job.gpu else 0
     if job.gpu:
         torch.cuda.set_device(gpu)
-    exchange = DistributedExchange(device=f"cuda:{gpu}" if job.gpu else "cpu")
+    exchange = DistributedExchange(device=f"cuda:{gpu}" if job.gpu and not shared else "cpu")
     place = Place((rank,), job.ep_size, exchange)
     for problem in job.problems:
         layer = _checked(problem)
@@ -169,11 +185,6 @@ def _one_rank(job: _Job, rank: int, gpu: int, progress: Progress | None) -> Iter
         yield layer, [trace for trace in gathered if trace is not None]
 
 
-def _require_gpus(job: _Job, ranks_here: int) -> None:
-    if job.gpu and torch.cuda.device_count() < ranks_here:
-        raise ValueError(f"ep_size: {ranks_here} ranks want a GPU each, this machine has {torch.cuda.device_count()}")
-
-
 def _torchrun(job: _Job, progress: Progress | None) -> Iterator[Result]:
     """Joins the group that is there, or makes it and leaves it for later calls."""
     absent = _LAUNCHED - os.environ.keys()
@@ -183,14 +194,14 @@ def _torchrun(job: _Job, progress: Progress | None) -> Iterator[Result]:
     if size != job.ep_size:
         raise ValueError(f"ep_size: {job.ep_size} ranks need as many processes, torchrun started {size}")
     local = int(os.environ.get("LOCAL_RANK", rank))
-    _require_gpus(job, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    shared = job.shares_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     if not dist.is_initialized():
-        dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout))
+        _init_group(job, shared)
         atexit.register(dist.destroy_process_group)
     if job.gpu:
         atexit.register(stop_runtime)
     try:
-        yield from _one_rank(job, rank, local, progress)
+        yield from _one_rank(job, rank, local, shared, progress)
     except InputError:
         raise  # alike on all ranks
     except Exception as error:
@@ -209,7 +220,6 @@ def _launched() -> tuple[int, int]:
 
 
 def _spawned(job: _Job, progress: Progress | None) -> Iterator[Result]:
-    _require_gpus(job, job.ep_size)
     with rank_processes(_rank_process, job.ep_size, job, job.timeout) as messages:
         for problem in job.problems:
             layer = _checked(problem)
@@ -226,14 +236,10 @@ def _spawned(job: _Job, progress: Progress | None) -> Iterator[Result]:
 def _rank_process(rank: int, folder: Path, tell: Tell) -> None:
     job: _Job = from_bytes((folder / "job").read_bytes())
     torch.set_num_threads(max(1, torch.get_num_threads() // job.ep_size))  # which starts as the number of cores
-    dist.init_process_group(
-        job.backend,
-        store=dist.FileStore(str(folder / "store"), job.ep_size),
-        rank=rank,
-        world_size=job.ep_size,
-        timeout=timedelta(seconds=job.timeout),
-    )
-    for _, traces in _one_rank(job, rank, rank, partial(tell, "progress")):
+    shared = job.shares_gpus(job.ep_size)
+    store = dist.FileStore(str(folder / "store"), job.ep_size)
+    _init_group(job, shared, store=store, rank=rank, world_size=job.ep_size)
+    for _, traces in _one_rank(job, rank, rank, shared, partial(tell, "progress")):
         if rank == 0:
             tell("traces", traces)
     if job.gpu:

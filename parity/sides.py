@@ -50,7 +50,7 @@ class Side:
     run: Callable[[Layer, Place, Progress | None], Trace]
     missing: Callable[[], str | None] = _nothing  #: why it cannot run here; None: it can
     whole: bool = False  #: wants the weights of all experts on every rank
-    gpu: bool = False  #: wants a process and a GPU for each rank
+    gpu: bool = False  #: wants a process for each rank, on a GPU that ranks may share
     packages: tuple[str, ...] = ()  #: whose versions matter, beside torch's
     layer: Callable[[int], Layer] | None = None  #: ep_size -> the only layer that it can run; None: any
     source: Mapping[str, str] | None = None  #: hardware and versions of what ran; None: those here

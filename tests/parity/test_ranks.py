@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import rank_sides
 import torch
+import torch.distributed as dist
 
+from fp4ep.parity import launch as launch_module
 from fp4ep.parity import processes
 from fp4ep.parity.distributed import from_bytes
 from fp4ep.parity.launch import UnavailableError, launch, launch_each
@@ -21,7 +23,7 @@ from fp4ep.parity.processes import RankError
 from fp4ep.parity.recording import Recording
 from fp4ep.parity.replay import shipped_recordings
 from fp4ep.parity.run import Claim, Run
-from fp4ep.parity.sides import SIDES, Side, find_side, flashinfer_options, local_layer
+from fp4ep.parity.sides import SIDES, Place, Side, find_side, flashinfer_options, local_layer
 from fp4ep.reference.schemes import SCHEMES
 from fp4ep.reference.types import Trace
 from fp4ep.reference.validate import InputError
@@ -324,9 +326,49 @@ def test_refused_when_processes_and_ranks_differ(monkeypatch):
 
 @pytest.mark.usefixtures("untouched")
 def test_refused_without_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="ep_size: 2 ranks want a GPU each, this machine has 1"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UnavailableError, match="reference cannot run here: no CUDA device"):
         launch([ON_GPU], SMALL, how="spawned")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "backend", "told"),
+    [(2, ["cuda:0", "cuda:1"], "cpu:gloo,cuda:nccl", None), (1, ["cpu", "cpu"], "gloo", "1")],
+)
+def test_ranks_may_share_a_gpu(monkeypatch, gpus, devices, backend, told):
+    """Then NCCL does not do, and FlashInfer is told."""
+    monkeypatch.setenv("MEGA_SINGLE_GPU_GLOO", "")  # restored afterwards
+    monkeypatch.delenv("MEGA_SINGLE_GPU_GLOO")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", (chosen := []).append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: groups.append(backend))
+    monkeypatch.setattr("fp4ep.parity.launch.gather_traces", lambda trace: None)
+    groups: list[str] = []
+    places: list[Place] = []
+
+    def run(layer, place, progress):
+        places.append(place)
+
+    job = launch_module._Job([replace(ON_GPU, run=run)], [SMALL], 1.0)
+    for rank in range(2):
+        shared = job.shares_gpus(2)
+        launch_module._init_group(job, shared)
+        list(launch_module._one_rank(job, rank, rank, shared, None))
+    assert groups == [backend] * 2
+    assert chosen == [rank % gpus for rank in range(2)]
+    assert [place.exchange.device for place in places] == devices
+    assert os.environ.get("MEGA_SINGLE_GPU_GLOO") == told
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("flashinfer_sm90")
+def test_the_kernels_of_two_ranks_equal_the_reference():
+    """On two GPUs or sharing one, in processes of their own."""
+    problem = rank_sides.PROBLEM
+    reference, kernel = launch([REFERENCE, SIDES["flashinfer"]], problem, how="spawned", timeout=120)
+    for rank, tensors in kernel.stages("combine").items():
+        expected = reference.stages("combine")[rank]["values"]
+        assert torch.equal(tensors["values"].view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.parametrize("how", ["in_process", "spawned"])
