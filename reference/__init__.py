@@ -1,10 +1,13 @@
 """What the megakernels compute, bit for bit, in plain PyTorch on the CPU.
 
-Read `schemes.py` for one kernel's record, then `moe.py` for the layer that runs any of them.
+Read `schemes.py` for one kernel's record, then `moe.py` for the experts that run any of them, and `layer.py` for what
+is around them: router, placement, shared experts.
 """
 
 from .formats import E2M1, E4M3, E5M2, UE8M0, Format, Overflow, decode, encode, pack_e2m1, unpack_e2m1
+from .layer import LayerInputs, MoELayer, SharedExperts, moe_layer_forward
 from .moe import moe_forward
+from .placement import Placement
 from .quantize import (
     dequantize_mx,
     dequantize_nvfp4,
@@ -13,6 +16,7 @@ from .quantize import (
     quantize_nvfp4,
     quantize_nvfp4_with_norm,
 )
+from .routing import Router, Routing, find_router, route
 from .scales import ScaleRule, ue8m0_scale
 from .scheme import Evidence, Scheme
 from .schemes import SCHEMES, find_scheme
@@ -34,11 +38,17 @@ __all__ = [
     "Exactness",
     "Format",
     "InputError",
+    "LayerInputs",
     "MoEInputs",
+    "MoELayer",
     "MoEWeights",
     "Overflow",
+    "Placement",
+    "Router",
+    "Routing",
     "ScaleRule",
     "Scheme",
+    "SharedExperts",
     "Stage",
     "TensorCore",
     "Trace",
@@ -46,14 +56,17 @@ __all__ = [
     "dequantize_mx",
     "dequantize_nvfp4",
     "encode",
+    "find_router",
     "find_scheme",
     "matmul",
     "moe_forward",
+    "moe_layer_forward",
     "pack_e2m1",
     "quantize_activation",
     "quantize_mx",
     "quantize_nvfp4",
     "quantize_nvfp4_with_norm",
+    "route",
     "ue8m0_scale",
     "unpack_e2m1",
 ]

@@ -86,6 +86,11 @@ class Stage:
     | fc2        | values `[routes, H]` bf16, descaled: what travels back                                           |
     | combine    | terms `[T, top_k, H]` bf16 as they arrived, values `[T, H]` bf16: the output                     |
 
+    `moe_layer_forward` adds one before and, where something is scaled or added behind the kernel, one behind:
+
+    | route      | topk_ids, topk_weights `[T, top_k]`, scores `[T, E]`                                             |
+    | output     | values `[T, H]` bf16; shared `[T, H]` bf16: what shared experts add                              |
+
     The operand's dtype is torch's FP8 dtype, with float32 scales, or bf16, with scales of 1. FP4 operands are held one
     value to an element in torch.float8_e4m3fn, which has every E2M1 value, beside scales in their own format, for NVFP4
     torch.float8_e4m3fn too.
