@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import inspect_command
+from . import inspect_command, record_command
 from .commands import add_parser
 from .commands import main as parity
 from .recording import Recording, RecordingError
@@ -19,7 +19,7 @@ from .report import print_results
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Exit status of `replay`: 0 all bits equal, 1 some differ, 2 bad arguments or files; of
-    `parity`: see `commands.py`; of `inspect`: see `inspect_command.py`."""
+    `parity`, `inspect` and `record`: see `commands.py`, `inspect_command.py` and `record_command.py`."""
     parser = argparse.ArgumentParser(prog="fp4ep", description="Bit-exact parity for FP4 mixture-of-experts kernels.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
@@ -33,11 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--json", action="store_true", help="print the results as JSON")
     add_parser(commands)
     inspect_command.add_parser(commands)
+    record_command.add_parser(commands)
     arguments = parser.parse_args(argv)
     if arguments.command == "parity":
         return parity(arguments)
     if arguments.command == "inspect":
         return inspect_command.main(arguments)
+    if arguments.command == "record":
+        return record_command.main(arguments)
     try:
         return _replay(arguments)
     except (RecordingError, OSError) as error:

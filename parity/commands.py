@@ -33,7 +33,7 @@ _SIDES = (
     "reference, fake_quant, flashinfer, fault:NAME (see docs/planted_bugs.md), recording:FILE or recording:FILE#CASE"
 )
 #: Fields of Problem that are numbers or names on the command line.
-_SIZES = ("num_experts", "top_k", "hidden", "intermediate", "padding", "seed")
+SIZES = ("num_experts", "top_k", "hidden", "intermediate", "padding", "seed")
 
 
 def add_parser(commands) -> None:
@@ -42,18 +42,12 @@ def add_parser(commands) -> None:
     verbs = parity.add_subparsers(dest="verb", required=True)
 
     run = verbs.add_parser("run", help="run two sides on one problem and compare them")
-    run.add_argument("--scheme", help="FlashInfer's registry name, or a part that fits one only, or one verified")
-    run.add_argument("--option", action="append", default=[], metavar="KNOB=VALUE", help="as for find_scheme")
+    add_problem_arguments(run)
     run.add_argument("--left", default="reference", metavar="SIDE", help=f"the expectation: {_SIDES} (%(default)s)")
     run.add_argument("--right", default="fake_quant", metavar="SIDE", help="what is judged (%(default)s)")
     run.add_argument("--ep", type=int, default=1, metavar="N", help="number of EP ranks (%(default)s)")
     run.add_argument("--spawn", action="store_true", help="one process per rank over gloo (else all in this process)")
     run.add_argument("--case", default="ordinary", help=f"'all' or one of: {', '.join(CASES)} (%(default)s)")
-    run.add_argument("--tokens", metavar="T[,T...]", help="in all, or of each rank (16)")
-    run.add_argument("--values", choices=VALUES, help="how hidden_states are made, in place of the case's")
-    run.add_argument("--routing", choices=ROUTING, help="how topk_ids are made, in place of the case's")
-    for name in _SIZES:
-        run.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
     run.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="longest wait for a silent rank")
     run.add_argument("--save", type=Path, metavar="DIR", help="save both runs there")
 
@@ -69,6 +63,17 @@ def add_parser(commands) -> None:
         command.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page too")
     for command in (run, two, report):
         command.add_argument("--json", action="store_true", help="print the comparison as JSON")
+
+
+def add_problem_arguments(command: argparse.ArgumentParser) -> None:
+    """What makes problems, but for --case and --ep; see `chosen_problems`."""
+    command.add_argument("--scheme", help="FlashInfer's registry name, or a part that fits one only, or one verified")
+    command.add_argument("--option", action="append", default=[], metavar="KNOB=VALUE", help="as for find_scheme")
+    command.add_argument("--tokens", metavar="T[,T...]", help="in all, or of each rank (16)")
+    command.add_argument("--values", choices=VALUES, help="how hidden_states are made, in place of the case's")
+    command.add_argument("--routing", choices=ROUTING, help="how topk_ids are made, in place of the case's")
+    for name in SIZES:
+        command.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -92,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
     sides = [find_side(arguments.left), find_side(arguments.right)]
     check_claims(sides[0].name, sides[0].claim, sides[1].claim)
     recorded = {side.name: side.layer(arguments.ep) for side in sides if side.layer}
-    named: dict[str, Problem | Layer] = {**recorded} if recorded else {**_problems(arguments)}
+    named: dict[str, Problem | Layer] = {**recorded} if recorded else {**chosen_problems(arguments)}
     if len(named) > 1 and arguments.html:
         raise ValueError("--html: one page shows one case; give --case, or --save DIR and `fp4ep parity report`")
     how = "spawned" if arguments.spawn else None
@@ -123,10 +128,11 @@ def _save(pair: Sequence[Run], folder: Path) -> None:
 _FILES = ("left.safetensors", "right.safetensors")
 
 
-def _problems(arguments: argparse.Namespace) -> dict[str, Problem]:
+def chosen_problems(arguments: argparse.Namespace) -> dict[str, Problem]:
+    """By name of the case: `add_problem_arguments`', `case` ("all" or a key of CASES) and `ep`. Raises ValueError."""
     if not arguments.scheme:
         raise ValueError(f"--scheme is needed unless a side is {RECORDING}FILE")
-    changes = {name: getattr(arguments, name) for name in _SIZES if getattr(arguments, name) is not None}
+    changes = {name: getattr(arguments, name) for name in SIZES if getattr(arguments, name) is not None}
     options = dict(_option(text) for text in arguments.option)
     cases = None if arguments.case == "all" else [arguments.case]
     chosen = problems(_scheme_name(arguments.scheme), options, cases, **changes)

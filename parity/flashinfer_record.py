@@ -1,25 +1,26 @@
-"""Make the shipped recordings again, on a machine with SM90 GPUs, flashinfer-python and Triton.
-
-Run `python -m fp4ep.parity.flashinfer_record FOLDER` for those of one GPU, and for those of two
-`torchrun --standalone --nproc-per-node 2 -m fp4ep.parity.flashinfer_record FOLDER`. A further argument, the stem of a
-file, makes that one only.
-"""
+"""Make recordings on live kernels: problems of the harness, or the shipped files again. `fp4ep record` runs it."""
 
 import os
+import shutil
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fp4ep.optimized.config import EpGroup
 from fp4ep.optimized.flashinfer_moe_ep import FlashInferMoeEp
-from fp4ep.optimized.flashinfer_sm90 import launch_megakernel, run_megakernel, stop_runtime
+from fp4ep.optimized.flashinfer_sm90 import launch_megakernel, stop_runtime
 from fp4ep.optimized.mega_kernel import KernelFactory
+from fp4ep.reference.scheme import Combine
+from fp4ep.reference.schemes import options_of
 from fp4ep.reference.types import MoEInputs, MoEWeights
 
 from .adapter import Batch, adapter_parts, batch_of, rebalance
@@ -27,70 +28,263 @@ from .corpus import build_large, build_special_values
 from .corpus_adapter import ORDER, build_adapter
 from .corpus_problems import build_problems
 from .corpus_ranks import build_ranks
-from .problem import Problem
-from .recording import RecordingWriter
+from .distributed import contact
+from .problem import Layer, Problem
+from .recording import Case, RecordingWriter
+from .sides import flashinfer_options, missing_for_flashinfer_sm90
+
+#: Called with a line about each case, on every rank.
+Report = Callable[[str], None]
+
+
+class UnsteadyError(RuntimeError):
+    """Launches of a kernel that should be deterministic gave different bits. Raised on every rank alike."""
+
+
+# --- what is recorded, and where ---------------------------------------------------------------------------------
+
+
+_PACKAGES = {"flashinfer": "flashinfer-python", "cutlass_dsl": "nvidia-cutlass-dsl"}
 
 
 def describe_machine() -> dict[str, str]:
     """What ran: for the `source` of a recording."""
     major, minor = torch.cuda.get_device_capability()
+    driver = subprocess.check_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True)
     return {
         "hardware": torch.cuda.get_device_name(),
         "compute_capability": f"{major}.{minor}",
-        "flashinfer": version("flashinfer-python"),
-        "cutlass_dsl": version("nvidia-cutlass-dsl"),
+        **{name: version(package) for name, package in _PACKAGES.items()},
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
-        "driver": subprocess.check_output(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True
-        ).split()[0],
+        "driver": driver.split()[0],
     }
 
 
-def record_ranks(folder: str, launch=launch_megakernel, source: Mapping[str, str] | None = None) -> None:
-    """The recording of several EP ranks, made by all processes that torchrun started; rank 0 writes it.
+def missing_to_record() -> str | None:
+    """What keeps the ranks on this machine from recording; None: nothing."""
+    if reason := missing_for_flashinfer_sm90():
+        return reason
+    for package in _PACKAGES.values():
+        try:
+            version(package)
+        except PackageNotFoundError:
+            return f"{package} is not installed"
+    if not shutil.which("nvidia-smi"):
+        return "nvidia-smi, which knows the driver's version, is not there"
+    if started_ranks() > 1 and find_spec("nvshmem") is None:
+        return "nvshmem4py, which several ranks need, is not installed"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", started_ranks()))
+    if torch.cuda.device_count() < here:
+        return f"{here} ranks want a GPU each, this machine has {torch.cuda.device_count()}"
+    return None
 
-    launch: the kernel, or any with the same signature. source: what ran, None for this machine with its GPUs.
+
+@dataclass(frozen=True)
+class Kernels:
+    """What is recorded: FlashInfer's kernels, or others in their place.
+
+    launch: `launch_megakernel`, or any with the same signature. adapted: the adapter's kernel; None: FlashInfer's, on
+    the current device; another runs on the CPU, without a captured pass. missing: why these cannot run here; None:
+    they can. source: what ran.
     """
-    ep_rank, ep_size = dist.get_rank(), dist.get_world_size()
+
+    launch: Callable[..., list[torch.Tensor]] = launch_megakernel
+    adapted: KernelFactory | None = None
+    missing: Callable[[], str | None] = missing_to_record
+    source: Callable[[], Mapping[str, str]] = describe_machine
+    gpu: bool = True
+
+
+FLASHINFER = Kernels()
+
+
+def started_ranks() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def started_group(gpu: bool) -> Iterator[EpGroup]:
+    """What torchrun started as one group, with a GPU for each rank; without torchrun, this process alone.
+
+    All ranks leave it together. Where one leaves with an error nothing is ended, since that takes all of them: then end
+    the process.
+    """
+    if started_ranks() == 1:
+        yield EpGroup(1, 0)
+        return
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    yield EpGroup(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    stop_runtime()
+    dist.destroy_process_group()
+
+
+def _of_all_ranks(value: Any, group: EpGroup) -> list[Any]:
+    if group.world_size == 1:
+        return [value]
+    gathered = [None] * group.world_size
+    contact(dist.all_gather_object, gathered, value, group=group.device_group)
+    return gathered
+
+
+def _alike(launches: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(launches[0].view(torch.int16), other.view(torch.int16)) for other in launches[1:])
+
+
+# --- problems of the harness -------------------------------------------------------------------------------------
+
+
+def record_problems(path: Path, named: Mapping[str, Problem], group: EpGroup, kernels: Kernels, report: Report) -> int:
+    """One recording of all problems, each over the whole group; rank 0 writes it when all are done. Returns the number
+    of its cases.
+
+    named: problems by name of the case, of one scheme and options. Every rank makes the call. Only outputs are stored.
+
+    Raises UnsteadyError; ContactError when another rank does not answer; what the kernel raises passes through.
+    """
+    title = f"Problems of the harness: {'; '.join(named)}"
+    writer = RecordingWriter(title, kernels.source()) if group.rank_in_group == 0 else None
+    for name, problem in named.items():
+        layer = problem.build()
+        config, launches = _launch(layer, group, kernels)
+        on_arrival, alike = layer.scheme.combine is Combine.ON_ARRIVAL, _alike(launches)
+        if not (alike or on_arrival):
+            raise UnsteadyError(f"{name!r}: {len(launches)} launches of {layer.scheme} gave different bits")
+        if writer:
+            _add(writer, name, problem, layer, config, launches)
+        same = "the same bits" if alike else "different bits, in some order of arrival each"
+        report(f"{name}: {len(launches)} launches, {same}, {int(launches[0].isnan().sum())} NaN")
+    if writer is None:
+        return 0
+    writer.write(path)
+    return len(writer.cases)
+
+
+def _launch(layer: Layer, group: EpGroup, kernels: Kernels) -> tuple[dict[str, object], list[torch.Tensor]]:
+    """What the kernel was told beside the scheme's own options, and the output of all ranks for each launch."""
+    rank, size = group.rank_in_group, group.world_size
+    counts = [len(inputs.hidden_states) for inputs in layer.inputs]
+    capacity = max(8, 1 << (max(counts) - 1).bit_length())
+    options = flashinfer_options(layer.scheme)
+    places = {"ep_rank": rank, "ep_size": size}
+    mine = kernels.launch(
+        layer.scheme.name, options, layer.weights, layer.inputs[rank], max_tokens_per_rank=capacity, **places
+    )
+    launches = [torch.cat(ranks) for ranks in zip(*_of_all_ranks(mine, group), strict=True)]
+    rest = {name: value for name, value in options.items() if name not in options_of(layer.scheme)}
+    return {"max_tokens_per_rank": capacity, "world_size": size, "tokens_per_rank": counts, **rest}, launches
+
+
+def _add(
+    writer: RecordingWriter,
+    name: str,
+    problem: Problem,
+    layer: Layer,
+    config: dict[str, object],
+    launches: Sequence[torch.Tensor],
+) -> None:
+    roles = {}
+    for part, owner in (("weights", layer.weights), ("inputs", layer.inputs[0])):
+        for role in [role for role, tensor in vars(owner).items() if tensor is not None]:
+            roles[role] = f"{name}.{role}"
+            writer.problem(roles[role], problem.as_json(), f"{part}.{role}")
+    apart = layer.scheme.combine is Combine.ON_ARRIVAL
+    for launch, output in enumerate(launches if apart else launches[:1]):
+        stored = f"output.{len(writer.cases)}"
+        writer.store(stored, output, "xz")
+        title = f"problem: {name}" + f", launch {launch + 1}" * apart
+        repeats = 1 if apart else len(launches)
+        tensors, options = {**roles, "output": stored}, options_of(layer.scheme)
+        writer.cases.append(Case(title, "moe", layer.scheme.name, tensors, options, config, repeats))
+
+
+# --- the shipped recordings --------------------------------------------------------------------------------------
+
+
+#: Fills the writer, on every rank of the group together.
+Build = Callable[[RecordingWriter, EpGroup, Kernels, Report], None]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One shipped recording: how many ranks make it, how, and with which modules beside FlashInfer's."""
+
+    ep_size: int
+    title: str
+    build: Build
+    modules: tuple[str, ...] = ()
+
+
+def record_corpus(name: str, folder: Path, group: EpGroup, kernels: Kernels, report: Report) -> int:
+    """Make the shipped recording of that name again, in the folder; rank 0 writes it. Returns the number of its cases.
+
+    name: a key of CORPORA with the group's size. Every rank makes the call. A case that fails on one GPU is reported
+    as LEFT OUT; the file then lacks it. Raises RuntimeError where no case is left or, with several ranks, one fails.
+    """
+    corpus = CORPORA[name]
+    writer = RecordingWriter(corpus.title, kernels.source())
+    corpus.build(writer, group, kernels, report)
+    if not writer.cases:
+        raise RuntimeError(f"{name}: every case failed")
+    if group.rank_in_group == 0:
+        writer.write(folder / f"{name}.safetensors")
+    return len(writer.cases)
+
+
+def _special_values(build: Callable, writer: RecordingWriter, group: EpGroup, kernels: Kernels, report: Report) -> None:
+    def run(scheme, options, weights, inputs, capacity, previous):
+        launches = kernels.launch(
+            scheme, options, weights, inputs, max_tokens_per_rank=capacity, previous_topk_ids=previous
+        )
+        if not _alike(launches):
+            raise UnsteadyError(f"{scheme}: {len(launches)} launches gave different bits")
+        return launches[0]
+
+    build(writer, run, report)
+
+
+def _problems(writer: RecordingWriter, group: EpGroup, kernels: Kernels, report: Report) -> None:
+    def run(scheme, options, weights, inputs, capacity):
+        return kernels.launch(scheme, options, weights, inputs, max_tokens_per_rank=capacity)
+
+    build_problems(writer, run, report)
+
+
+def _tensor_core(writer: RecordingWriter, group: EpGroup, kernels: Kernels, report: Report) -> None:
+    from .triton_probe import record_probes  # which needs Triton
+
+    record_probes(writer, report)
+
+
+def _ranks(writer: RecordingWriter, group: EpGroup, kernels: Kernels, report: Report) -> None:
+    rank, size = group.rank_in_group, group.world_size
 
     def run(scheme: str, options: dict, weights: MoEWeights, inputs: list[MoEInputs], capacity: int):
-        mine = launch(
-            scheme,
-            options,
-            weights,
-            inputs[ep_rank],
-            max_tokens_per_rank=capacity,
-            ep_rank=ep_rank,
-            ep_size=ep_size,
-        )
-        gathered: list = [None] * ep_size
-        dist.all_gather_object(gathered, mine)
-        return [list(outputs) for outputs in zip(*gathered, strict=True)]
+        places = {"max_tokens_per_rank": capacity, "ep_rank": rank, "ep_size": size}
+        mine = kernels.launch(scheme, options, weights, inputs[rank], **places)
+        return [list(outputs) for outputs in zip(*_of_all_ranks(mine, group), strict=True)]
 
-    title = "Two EP ranks: every scheme, uneven and missing tokens, opt-in variants"
-    writer = RecordingWriter(title, describe_machine() if source is None else source)
-    build_ranks(writer, run, lambda line: print(line, flush=True) if ep_rank == 0 else None)
-    if ep_rank == 0:
-        writer.write(Path(folder) / "h200_two_ranks.safetensors")
+    build_ranks(writer, run, report)
     stop_runtime()
 
 
-def record_adapter(
-    folder: str, group: EpGroup, kernel: KernelFactory | None = None, source: Mapping[str, str] | None = None
-) -> None:
-    """The adapter's recording, made by every rank of the group together; rank 0 writes it.
-
-    kernel: None for FlashInfer's, on the current device; another runs on the CPU, without a captured pass.
-    """
+def _adapter(writer: RecordingWriter, group: EpGroup, kernels: Kernels, report: Report) -> None:
     rank, size = group.rank_in_group, group.world_size
-    device = "cuda" if kernel is None else "cpu"
+    device = "cuda" if kernels.adapted is None else "cpu"
     adapters = []  # the last one destroyed ends NVSHMEM
 
     def run(backend: str, problem: Problem) -> dict[str, torch.Tensor]:
         layer = problem.build()
         parts = adapter_parts(layer, backend, group, device=device)
-        options: dict = {"apply_topk_in_fc1": True, "ep_group": group, "kernel": kernel, "options": problem.options}
+        options: dict = {
+            "apply_topk_in_fc1": True,
+            "ep_group": group,
+            "kernel": kernels.adapted,
+            "options": problem.options,
+        }
         adapter = FlashInferMoeEp(*parts, **options)
         adapters.append(adapter)
         adapter.warmup()
@@ -101,21 +295,9 @@ def record_adapter(
         passes["experts moved in place"] = adapter(*rebalance(adapter, batch, ORDER, group)).cpu()
         return {name: torch.cat(_of_all_ranks(output, group)) for name, output in passes.items()}
 
-    title = f"The adapter over live kernels, {size} EP rank{'s' * (size > 1)}"
-    writer = RecordingWriter(title, describe_machine() if source is None else source)
-    build_adapter(writer, size, run, lambda line: print(line, flush=True) if rank == 0 else None)
+    build_adapter(writer, size, run, report)
     for adapter in adapters:
         adapter.destroy()
-    if rank == 0:
-        writer.write(Path(folder) / f"h200_adapter_{size}.safetensors")
-
-
-def _of_all_ranks(output: torch.Tensor, group: EpGroup) -> list[torch.Tensor]:
-    if group.world_size == 1:
-        return [output]
-    gathered: list = [None] * group.world_size
-    dist.all_gather_object(gathered, output, group=group.device_group)
-    return gathered
 
 
 def _captured(adapter: FlashInferMoeEp, batch: Batch) -> torch.Tensor:
@@ -130,71 +312,22 @@ def _captured(adapter: FlashInferMoeEp, batch: Batch) -> torch.Tensor:
     return output.cpu()
 
 
-def main(folder: str, only: str = "") -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-        group = EpGroup(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-        if only in ("", "h200_two_ranks"):
-            record_ranks(folder)
-        if only in ("", "h200_adapter_2"):
-            record_adapter(folder, group)
-        dist.destroy_process_group()
-        return
-    if only in ("", "h200_adapter_1"):
-        record_adapter(folder, EpGroup(1, 0))
-    if only != "h200_adapter_1":
-        record_one_rank(folder, only)
-
-
-def record_one_rank(folder: str, only: str) -> None:
-    """The recordings of the kernels by themselves, one file or all."""
-    start = time.perf_counter()
-
-    def report(line: str) -> None:
-        print(f"{time.perf_counter() - start:6.1f} s  {line}", flush=True)
-
-    def run(scheme, options, weights, inputs, capacity, previous):
-        return run_megakernel(
-            scheme, options, weights, inputs, max_tokens_per_rank=capacity, previous_topk_ids=previous
-        )
-
-    def launches(scheme, options, weights, inputs, capacity):
-        return launch_megakernel(scheme, options, weights, inputs, max_tokens_per_rank=capacity)
-
-    def probes(writer: RecordingWriter) -> None:
-        from .triton_probe import record_probes
-
-        record_probes(writer, report)
-
-    files: tuple[tuple[str, str, Callable[[RecordingWriter], object]], ...] = (
-        (
-            "h200_special_values",
-            "Special values, routing, scales, clamps and knobs, small problems",
-            lambda writer: build_special_values(writer, run, report),
-        ),
-        (
-            "h200_large",
-            "H 7168 and I 2048: a DeepSeek-V3 expert's shape",
-            lambda writer: build_large(writer, run, report),
-        ),
-        (
-            "h200_problems",
-            "The harness's own problems, rounding ties and poisoned padding among them",
-            lambda writer: build_problems(writer, launches, report),
-        ),
-        (
-            "h200_tensor_core",
-            "wgmma chains with an accumulator operand (Triton's tl.dot), ex2.approx and rcp.approx",
-            probes,
-        ),
-    )
-    for name, title, build in files:
-        if only in ("", name):
-            writer = RecordingWriter(title, describe_machine())
-            build(writer)
-            writer.write(Path(folder) / f"{name}.safetensors")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])
+#: Name of the file -> how it is made.
+CORPORA: dict[str, Corpus] = {
+    "h200_adapter_1": Corpus(1, "The adapter over live kernels, 1 EP rank", _adapter),
+    "h200_special_values": Corpus(
+        1,
+        "Special values, routing, scales, clamps and knobs, small problems",
+        partial(_special_values, build_special_values),
+    ),
+    "h200_large": Corpus(1, "H 7168 and I 2048: a DeepSeek-V3 expert's shape", partial(_special_values, build_large)),
+    "h200_problems": Corpus(1, "The harness's own problems, rounding ties and poisoned padding among them", _problems),
+    "h200_tensor_core": Corpus(
+        1,
+        "wgmma chains with an accumulator operand (Triton's tl.dot), ex2.approx and rcp.approx",
+        _tensor_core,
+        ("triton",),
+    ),
+    "h200_two_ranks": Corpus(2, "Two EP ranks: every scheme, uneven and missing tokens, opt-in variants", _ranks),
+    "h200_adapter_2": Corpus(2, "The adapter over live kernels, 2 EP ranks", _adapter),
+}

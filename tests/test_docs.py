@@ -1,4 +1,4 @@
-"""The page on the production side says what is so: its example, its rows and their tests, its measured table."""
+"""The pages say what is so: their examples, and of the production side its rows, their tests and its measured table."""
 
 import ast
 import re
@@ -17,6 +17,14 @@ def test_example_runs():
     assert names["output"].shape == (4, 256)
     assert names["output"].isfinite().all()
     assert names["output"].any()
+
+
+def test_example_of_routing_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", ROOT.joinpath("docs/routing.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(example, names)
+    assert names["routing"].topk_ids.shape == (4, 8)
+    assert names["unrounded"].weight_dtype is not names["router"].weight_dtype
 
 
 def test_every_row_has_tests():

@@ -190,7 +190,7 @@ def test_row_19_experts_move_between_two_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device, two needed")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = [*launcher, "-m", "fp4ep.parity.flashinfer_record", tmp_path, "h200_adapter_2"]
+    script = [*launcher, "-m", "fp4ep.parity", "record", tmp_path, "--only", "h200_adapter_2"]
     run = subprocess.run(script, timeout=400, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     recording = Recording(tmp_path / "h200_adapter_2.safetensors")

@@ -1,8 +1,5 @@
 """What the recording scripts declare, run with the reference in the kernel's place: no GPU is needed to try them."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,7 @@ from fp4ep.parity import (
 )
 from fp4ep.parity.corpus_problems import PROBLEMS, build_problems
 from fp4ep.parity.corpus_ranks import build_ranks
-from fp4ep.parity.flashinfer_record import record_adapter
+from fp4ep.parity.flashinfer_record import CORPORA, Kernels, record_corpus
 from fp4ep.parity.reference_kernel import ReferenceKernel
 from fp4ep.reference import find_scheme, moe_forward
 
@@ -91,54 +88,34 @@ def test_the_scripts_declare_what_is_shipped(monkeypatch, stem):
             assert spec["sha256"] == there.specs[name]["sha256"], name
 
 
-_ON_RANKS = """
-import sys
-import torch.distributed as dist
-from fp4ep.optimized.config import EpGroup
-from fp4ep.parity import corpus_ranks
-from fp4ep.parity.distributed import DistributedExchange
-from fp4ep.parity.flashinfer_record import record_adapter, record_ranks
-from fp4ep.parity.problem import Layer
-from fp4ep.parity.reference_kernel import ReferenceKernel
-from fp4ep.parity.sides import Place, local_layer
-from fp4ep.reference import find_scheme
-from fp4ep.reference.moe import moe_forward_ranks
-
-corpus_ranks.CASES = corpus_ranks.CASES[4:5]
-
-
-def launch(scheme, options, weights, inputs, *, max_tokens_per_rank, ep_rank, ep_size):
-    exchange = DistributedExchange()
-    place = Place((ep_rank,), ep_size, exchange)
-    layer = local_layer(Layer(find_scheme(scheme, **options), weights, (inputs,) * ep_size), place)
-    trace = moe_forward_ranks(
-        layer.scheme, layer.weights, [inputs], ranks=place.ranks, ep_size=ep_size, exchange=exchange
-    )
-    return [trace["combine", ep_rank].tensors["values"]] * 3
-
-
-source = {"hardware": "a test", "flashinfer": "none"}
-dist.init_process_group("gloo")
-record_ranks(sys.argv[1], launch, source)
-record_adapter(sys.argv[1], EpGroup(dist.get_world_size(), dist.get_rank(), dist.group.WORLD), ReferenceKernel, source)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_the_script_records_under_torchrun(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(_ON_RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, tmp_path]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, timeout=120, capture_output=True, env=environment)
-    assert replayed(tmp_path / "h200_two_ranks.safetensors") == [0, 0]
-    assert replayed(tmp_path / "h200_adapter_2.safetensors") == [0] * len(corpus_adapter.problems(2))
-
-
 def test_the_adapter_is_recorded(tmp_path):
-    record_adapter(str(tmp_path), EpGroup(1, 0), ReferenceKernel, SOURCE)
-    assert replayed(tmp_path / "h200_adapter_1.safetensors") == [0] * len(corpus_adapter.problems(1))
+    kernels = Kernels(adapted=ReferenceKernel, source=lambda: SOURCE)
+    count = record_corpus("h200_adapter_1", tmp_path, EpGroup(1, 0), kernels, lambda line: None)
+    assert replayed(tmp_path / "h200_adapter_1.safetensors") == [0] * count == [0] * len(corpus_adapter.problems(1))
+
+
+def test_a_corpus_of_failures_is_not_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(corpus_problems, "PROBLEMS", dict([*PROBLEMS.items()][:1]))
+
+    def launch(*given, **places):
+        raise ValueError("planted")
+
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match="h200_problems: every case failed"):
+        record_corpus("h200_problems", tmp_path, EpGroup(1, 0), Kernels(launch, source=lambda: SOURCE), said.append)
+    assert [line.startswith("LEFT OUT") and "planted" in line for line in said] == [True]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", shipped_recordings(), ids=lambda path: path.stem)
+def test_every_shipped_recording_has_its_entry(path):
+    """But the first, which was made by hand."""
+    if path.stem == "h200_first":
+        return
+    recording = Recording(path)
+    corpus = CORPORA[path.stem]
+    assert corpus.title == recording.title
+    assert {len(case.tokens_per_rank or [0]) for case in recording.cases} == {corpus.ep_size}
 
 
 def test_an_adapter_whose_passes_differ_is_not_recorded():
