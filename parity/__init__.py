@@ -5,6 +5,7 @@ The verbs are functions of the modules of their name: `compare.compare`, `diagno
 
 from .compare import Comparison, Difference
 from .diagnose import Diagnosis
+from .load import Load, load_of
 from .problem import CASES, Layer, Problem, problems
 from .recording import Case, Recording, RecordingError, RecordingWriter
 from .replay import Result, replay_cases, shipped_recordings
@@ -20,6 +21,7 @@ __all__ = [
     "Diagnosis",
     "Difference",
     "Layer",
+    "Load",
     "Problem",
     "Recording",
     "RecordingError",
@@ -29,6 +31,7 @@ __all__ = [
     "RunError",
     "assert_parity",
     "find_side",
+    "load_of",
     "load_run",
     "problems",
     "replay_cases",

@@ -1,7 +1,7 @@
 """A comparison as one HTML page that asks nothing of the network: styles inline, pictures as SVG, no script.
 
 Top to bottom: the verdict and what differs first, the chain of stages, the ladder, pictures (none where every bit is
-equal), the tolerance and those of other projects, what ran, and what the words mean.
+equal), the load of experts and ranks, the tolerance and those of other projects, what ran, and what the words mean.
 """
 
 import os
@@ -16,6 +16,8 @@ from typing import Any
 from fp4ep.reference.scheme import Evidence
 
 from .compare import STAGES, Comparison, Holds, TensorComparison
+from .load import Load, load_of_layer
+from .load_picture import SPREAD_COLUMNS, expert_columns, load_pictures, notes, rank_columns, spreads
 from .pictures import Picture, pictures
 from .run import Run
 from .summary import (
@@ -77,6 +79,7 @@ def page(comparison: Comparison, diagnoses: Sequence[Diagnosed]) -> str:
         _verdict(comparison, diagnoses),
         _section("Stages", _table("Every tensor that both sides show", ladder(comparison), comparison.tensors, _row)),
         _section("Where it differs", _figures(shown)) if shown else "",
+        _section("Load", _load(load_of_layer(comparison.left.layer))),
         _section("Tolerance", _tolerance(comparison)),
         _section("What ran", _ran(comparison)),
         _section("Words", _words()),
@@ -159,6 +162,24 @@ def _figure(picture: Picture) -> str:
 """
 
 
+def _load(load: Load) -> str:
+    shown = load_pictures(load)
+    place = "wide" if all(picture.wide for picture in shown) else "beside"
+    evenness = _table("How even", SPREAD_COLUMNS, spreads(load)) + f'<p class="note">{escape(notes(load))}</p>'
+    ranks = _table("By EP rank", rank_columns(load), range(load.ep_size))
+    experts = _table("By expert", expert_columns(load), range(load.num_experts))
+    return (
+        f"<p>{escape(str(load))}.</p>"
+        f'<div class="figures">{"".join(map(_figure, shown))}<div class="{place}">{evenness}</div></div>'
+        + (ranks if load.ep_size <= 16 else _folded("Every rank", ranks))
+        + _folded("Every expert", experts)
+    )
+
+
+def _folded(name: str, body: str) -> str:
+    return f"<details><summary>{escape(name)}</summary>{body}</details>"
+
+
 def _tolerance(comparison: Comparison) -> str:
     columns = (
         Column("for", lambda reason: ", ".join(reason[2]), words=True),
@@ -195,10 +216,7 @@ def _ran(comparison: Comparison) -> str:
     details = {f"Scheme {comparison.left.scheme}": list(_flat(comparison.left.scheme))}
     if problem:
         details = {"Problem": [(name, _text(value)) for name, value in problem.as_json().items()]} | details
-    folded = (
-        f"<details><summary>{escape(name)}</summary>{_table(name, pairs, lines)}</details>"
-        for name, lines in details.items()
-    )
+    folded = (_folded(name, _table(name, pairs, lines)) for name, lines in details.items())
     return _table("The two sides", columns, rows) + "".join(folded)
 
 
@@ -306,7 +324,8 @@ th:first-child, td:first-child { padding-left: 0; }
 tr.within td, tr.outside td, tr.within th, tr.outside th { color: var(--mood); }
 tr.outside th, tr.outside td { font-weight: 600; }
 .figures { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 1.75rem 1.5rem; }
-figure { margin: 0; min-width: 0; } figure.wide { grid-column: 1 / -1; }
+figure { margin: 0; min-width: 0; } .figures > .wide { grid-column: 1 / -1; }
+.figures > .beside { grid-column: 2 / -1; min-width: 0; } .figures + .scroll { margin-top: 1.25rem; }
 figure svg { display: block; width: 100%; height: auto; } figure.wide svg { min-width: 50rem; }
 svg text { font-family: system-ui, sans-serif !important; }
 .legend { display: flex; flex-wrap: wrap; gap: .15rem 1rem; list-style: none; margin: 0 0 .4rem; padding: 0;
@@ -318,5 +337,5 @@ details caption { display: none; }
 .legends { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(17rem, 100%), 1fr));
   gap: 1rem 2rem; font-size: .87rem; }
 dl { margin: 0; } dt { font-weight: 600; } dd { margin: 0 0 .4rem; color: var(--muted); }
-@media (max-width: 40rem) { h1 { font-size: 1.45rem; } figure.narrow { grid-column: 1 / -1; } }
+@media (max-width: 40rem) { h1 { font-size: 1.45rem; } figure.narrow, .figures > .beside { grid-column: 1 / -1; } }
 """

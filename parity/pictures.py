@@ -41,8 +41,8 @@ LOST = ("#8d96a3", "#b9a36b")
 #: By class: 0 equal, then the levels of what is allowed, the levels of what is not, rows of one side only.
 _COLOURS = ("#00000000", *COOL, *WARM, *LOST)
 #: Colours that the page replaces by its own, so that one picture serves light and dark.
-_INK = {"#010101": "var(--ink)", "#020202": "var(--muted)", "#030303": "var(--line)"}
-INK, MUTED, LINE = _INK
+_INK = {"#010101": "var(--ink)", "#020202": "var(--muted)", "#030303": "var(--line)", "#040404": "var(--panel)"}
+INK, MUTED, LINE, PANEL = _INK
 #: Most cells of a map: each has at least three pixels on a page of 1,000.
 _MOST = (160, 256)
 

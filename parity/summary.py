@@ -18,6 +18,7 @@ from fp4ep.reference.scheme import Evidence
 from fp4ep.reference.schemes import options_of
 
 from .compare import Comparison, Difference, Holds, TensorComparison
+from .load import load_of_layer
 from .metrics import NAN_ULPS
 from .peers import PeerTolerance, peers_for
 from .run import Run
@@ -283,7 +284,8 @@ _HELD = {Holds.BITS: "", Holds.ULPS: "blue", Holds.BOUND: "blue", Holds.NONE: "b
 
 
 def print_comparison(comparison: Comparison, diagnoses: Sequence[Diagnosed], console: Console) -> None:
-    """The ladder, one line per tensor that both sides show; the verdict; what differs first; the tolerance and others'.
+    """The ladder, one line per tensor that both sides show; the verdict; what differs first; the tolerance; the load in
+    a line; others' tolerances.
 
     A narrow terminal gets fewer columns.
     """
@@ -304,6 +306,7 @@ def print_comparison(comparison: Comparison, diagnoses: Sequence[Diagnosed], con
         line(f"diagnosis, {kind_of(diagnosis)}: {diagnosis.says}")
     for rung, because, names in reasons(comparison):
         line(f"tolerance of {', '.join(names)}: {rung.value}: {because}")
+    line(f"load: {load_of_layer(comparison.left.layer)}")
     room = max(console.width - 45, 20)
     test = Column("tests of other projects", lambda b: _test(b.peer)[:room], words=True)
     console.print(_table(console, (test, *others(comparison)), beside(comparison)))
@@ -343,6 +346,7 @@ def as_json(comparison: Comparison, diagnoses: Sequence[Diagnosed]) -> dict[str,
     scheme              name, options, label, evidence
     problem             fields of the left side's Problem, or null
     ep_size             number of ranks
+    load                of experts and ranks by routes, as `Load.as_json` makes it; at the least capacity that fits
     tensors             in order of the stages, those that both sides show: stage, tensor, elements, differing, allowed
                         (may differ), outside, max_ulps ("nan": a NaN on one side), rel_l2, sqnr_db, calc_diff, headroom
                         (largest share of its allowance that an element uses, or null), holds (bits, ulps, bound,
@@ -371,6 +375,7 @@ def as_json(comparison: Comparison, diagnoses: Sequence[Diagnosed]) -> dict[str,
             },
             "problem": c.left.problem and c.left.problem.as_json(),
             "ep_size": c.left.layer.ep_size,
+            "load": load_of_layer(c.left.layer).as_json(),
             "tensors": [_tensor(t, c) for t in c.tensors],
             "missing_routes": c.missing_routes,
             "extra_routes": c.extra_routes,

@@ -115,8 +115,14 @@ MAKERS = {
     "outside a bound": _outside_a_bound,
 }
 DIAGNOSES = {"hostile": [Diagnosis(HOSTILE, HOSTILE)]}
-#: Number of pictures: maps of tokens and routes, histograms, bars by expert and by rank (of two tensors).
+#: Number of pictures of differences: maps of tokens and routes, histograms, bars by expert, by rank (of two tensors).
 FIGURES = {"equal": 0, "no tokens": 0, "black box": 3, "routes": 4}
+#: Number of pictures of the load: bars by expert and the matrix of ranks.
+LOAD = {"no tokens": 0}
+
+
+def figures(name: str) -> int:
+    return FIGURES.get(name, 6) + LOAD.get(name, 2)
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +198,9 @@ def test_content(made, name):
     assert found.headings[0].split(" ", 1)[1] == said.headline
     for sentence in (said.detail, *(text for _, text in firsts(comparison)), comparison.right.side):
         assert sentence in found.said
-    sections = [h for h in found.headings if h in ("Stages", "Where it differs", "Tolerance", "What ran", "Words")]
-    assert sections == ["Stages", *["Where it differs"] * bool(FIGURES.get(name, 1)), "Tolerance", "What ran", "Words"]
+    sections = ["Stages", "Where it differs", "Load", "Tolerance", "What ran", "Words"]
+    shown = [h for h in sections if FIGURES.get(name, 6) or h != "Where it differs"]
+    assert [h for h in found.headings if h in sections] == shown
 
     head, *rows = found.tables["Every tensor that both sides show"]
     assert head[:6] == ["stage.tensor", "elements", "differing", "allowed", "outside", "max ulps"]
@@ -238,10 +245,10 @@ def test_chain_of_stages(made):
 def test_figures(made, name):
     """As many as there is to see, each with a text instead and ids of its own."""
     tags = Reader(made(name)[1]).tags
-    figures = [tag for tag, _ in tags if tag == "figure"]
-    assert len(figures) == len([tag for tag, _ in tags if tag == "svg"]) == FIGURES.get(name, 6)
+    shown = [tag for tag, _ in tags if tag == "figure"]
+    assert len(shown) == len([tag for tag, _ in tags if tag == "svg"]) == figures(name)
     labels = [attributes["aria-label"] for _, attributes in tags if attributes.get("role") == "img"]
-    assert len(labels) == len(figures)
+    assert len(labels) == len(shown)
     assert all(labels)
     ids = Counter(attributes["id"] for _, attributes in tags if "id" in attributes)
     assert [name for name, n in ids.items() if n > 1] == []
@@ -493,7 +500,7 @@ def test_browser_shows_the_page(opened, made, name):
     sizes = driver.execute_script(
         'return [...document.querySelectorAll("figure svg, figure svg image")].map(e => e.getBoundingClientRect())'
     )
-    assert len(sizes) >= FIGURES.get(name, 6)
+    assert len(sizes) >= figures(name)
     assert all(size["width"] > 100 and size["height"] > 20 for size in sizes)
 
 
