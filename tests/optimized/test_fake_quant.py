@@ -8,7 +8,10 @@ from functools import cache, partial
 import pytest
 import torch
 
-from fp4ep.optimized.fake_quant import _cast, _combine, _quantize, dequantize, fake_quant_forward
+from fp4ep.optimized.emulation import cast as _cast
+from fp4ep.optimized.emulation import combine as _combine
+from fp4ep.optimized.emulation import quantize as _quantize
+from fp4ep.optimized.fake_quant import dequantize, fake_quant_forward
 from fp4ep.parity.problem import CASES, Layer, problems, tie_aligned
 from fp4ep.reference.exchange import Rows, combine, exchange_in_process, select
 from fp4ep.reference.formats import E4M3, E5M2, Overflow, cast_overflow, encode

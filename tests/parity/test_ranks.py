@@ -397,13 +397,15 @@ def test_sides_by_name():
     assert all(find_side(name) is side for name, side in SIDES.items())
     assert {name: side.claim for name, side in SIDES.items()} == {
         "reference": Claim.BITS,
+        "fast": Claim.BITS,
         "fake_quant": Claim.FLOAT32,
         "flashinfer": Claim.BITS,
     }
     with pytest.raises(
-        ValueError, match="side: 'fast' is not one of reference, fake_quant, flashinfer, fault:NAME, recording:FILE"
+        ValueError,
+        match="side: 'fastest' is not one of reference, fast, fake_quant, flashinfer, fault:NAME, recording:FILE",
     ):
-        find_side("fast")
+        find_side("fastest")
 
 
 def test_flashinfer_says_why_not(monkeypatch):
