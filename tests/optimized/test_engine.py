@@ -9,7 +9,7 @@ import torch
 from fp4ep.optimized import engine_cpu
 from fp4ep.optimized.engine_cpu import fast_forward, missing_for_engine
 from fp4ep.parity.order_set import reachable
-from fp4ep.parity.problem import CASES, Layer, problems
+from fp4ep.parity.problem import Layer, problems
 from fp4ep.parity.recording import Recording
 from fp4ep.parity.replay import compare_bits, shipped_recordings, split_tokens
 from fp4ep.parity.sides import SIDES
@@ -58,17 +58,15 @@ def assert_same_trace(found: Trace, expected: Trace) -> None:
 
 
 @needs_numba
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_every_stage_is_the_references(scheme):
-    """All problems for the default scheme, the smaller ones for the first that quantizes alike, two for the rest."""
-    small = [case for case in CASES if case not in ("ordinary", "outliers")]
-    for case in CASES if scheme is NVFP4 else small if scheme in FIRST else ("values at ties", "masked slots"):
-        at = layer(scheme, case)
-        assert_same_trace(run(at), moe_forward(scheme, at.weights, at.inputs)[1])
+@pytest.mark.parametrize("case", ["values at ties", "masked slots"])
+@pytest.mark.parametrize("scheme", FIRST, ids=str)
+def test_every_stage_is_the_references(scheme, case):
+    at = layer(scheme, case)
+    assert_same_trace(run(at), moe_forward(scheme, at.weights, at.inputs)[1])
 
 
 @needs_numba
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.combine is not Combine.GROUPED], ids=str)
+@pytest.mark.parametrize("scheme", FIRST, ids=str)
 def test_special_values(scheme):
     """NaN and infinity in tokens and in routing weights, and rows at the edges of the formats."""
     at = layer(scheme, "values at ties")
@@ -83,7 +81,7 @@ def test_special_values(scheme):
 
 
 @needs_numba
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", FIRST, ids=str)
 def test_any_number_of_ranks_is_one(scheme):
     def outputs(ep_size: int) -> torch.Tensor:
         trace = run(layer(scheme, "masked slots", ep_size))
@@ -121,6 +119,7 @@ def recorded_cases() -> list:
     return [
         pytest.param(path, index, id=f"{path.stem}-{index}-{case.title}")
         for path in shipped_recordings()
+        if path.stem not in ("h200_large", "h200_problems")  # which take long
         for index, case in enumerate(Recording(path).cases)
         if case.kind == "moe"
     ]
