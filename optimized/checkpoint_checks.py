@@ -248,11 +248,15 @@ def _outliers(scales: torch.Tensor) -> torch.Tensor:
     return (ratio > OUTLIER) | (ratio < 1 / OUTLIER)
 
 
-def _global_outliers(facts: LayerFacts) -> Found:
-    bad = _outliers(facts.global_scales)
+def _out_of_line(what: str, scales: torch.Tensor, facts: LayerFacts) -> Found:
+    bad = _outliers(scales)
     if bool(bad.any()):
-        values = ", ".join(f"{v:.2g}" for v in facts.global_scales[bad].tolist()[:4])
-        yield f"global scales far from the median of the layer, as uninitialized memory is: {values}", facts.ids(bad)
+        values = ", ".join(f"{v:.2g}" for v in scales[bad].tolist()[:4])
+        yield f"{what} scales far from the median of the layer, as uninitialized memory is: {values}", facts.ids(bad)
+
+
+def _global_outliers(facts: LayerFacts) -> Found:
+    return _out_of_line("global", facts.global_scales, facts)
 
 
 # --- input scales ----------------------------------------------------------------------------------------------------
@@ -270,10 +274,7 @@ def _bad_input_scales(facts: LayerFacts) -> Found:
 
 
 def _input_outliers(facts: LayerFacts) -> Found:
-    bad = _outliers(facts.input_scales)
-    if bool(bad.any()):
-        values = ", ".join(f"{v:.2g}" for v in facts.input_scales[bad].tolist()[:4])
-        yield f"input scales far from the median of the layer, as uninitialized memory is: {values}", facts.ids(bad)
+    return _out_of_line("input", facts.input_scales, facts)
 
 
 def _several_input_scales(facts: LayerFacts) -> Found:

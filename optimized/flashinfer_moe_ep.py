@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from .backends import flashinfer_moe_ep_backend_spec
-from .config import EpGroup, FusedMoEConfig, RoutingMethodType, routing_method_name
+from .config import EpGroup, FusedMoEConfig
 from .flashinfer_kernel import FlashInferKernel
 from .mega_kernel import (
     VECTORS,
@@ -33,7 +33,7 @@ from .mega_kernel import (
     MegaKernel,
     Vectors,
 )
-from .support import require_finite_positive_scales
+from .support import is_deepseek_v4, require_finite_positive_scales
 
 __all__ = ["FlashInferMoeEp", "FlashInferMoeEpEpilogue", "FlashInferMoeEpWeights"]
 
@@ -73,10 +73,9 @@ class FlashInferMoeEp:
         self._hidden, self._top_k, self._capacity = moe.hidden_dim, moe.experts_per_token, moe.max_num_tokens
         self._ids_dtype = spec.topk_ids_dtype
         self._staged = _staged(request)
-        return_view = routing_method_name(moe.routing_method) == RoutingMethodType.DeepseekV4.name
         self._ready = False
         self._kernel = (kernel or FlashInferKernel)(request)
-        self._view = return_view and self._kernel.supports_output_view
+        self._view = is_deepseek_v4(moe.routing_method) and self._kernel.supports_output_view
 
     @property
     def can_overlap_shared_experts(self) -> bool:

@@ -9,7 +9,7 @@ from fp4ep.optimized.backends import FLASHINFER_MOE_EP_SM90_BACKENDS, flashinfer
 
 from .corpus import BF16, FP8, MXFP4, NVFP4
 from .problem import Problem
-from .recording import Case, RecordingWriter
+from .recording import Case, RecordingWriter, alike
 
 #: (backend, problem) -> by name of a pass, the output of all ranks, `[T, H]`; every pass must give the same.
 RunAdapter = Callable[[str, Problem], dict[str, torch.Tensor]]
@@ -42,14 +42,10 @@ def build_adapter(writer: RecordingWriter, ep_size: int, run: RunAdapter, report
         passes = run(backend, problem)
         first, *others = passes.values()
         for name, output in zip(list(passes)[1:], others, strict=True):
-            if not torch.equal(first.view(torch.int16), output.view(torch.int16)):
+            if not alike([first, output]):
                 raise RuntimeError(f"{backend} {problem.options}: {name} differs from {next(iter(passes))}")
         layer, index = problem.build(), len(writer.cases)
-        roles = {}
-        for part, owner in (("weights", layer.weights), ("inputs", layer.inputs[0])):
-            for name in [name for name, tensor in vars(owner).items() if tensor is not None]:
-                roles[name] = f"{index}.{name}"
-                writer.problem(roles[name], problem.as_json(), f"{part}.{name}")
+        roles = writer.problem_roles(str(index), problem, layer)
         writer.store(f"output.{index}", first, "xz")
         settings = {"world_size": ep_size, "tokens_per_rank": list(problem.tokens), "moe_backend": backend}
         title = f"adapter, {ep_size} rank{'s' * (ep_size > 1)}: {', '.join(passes)}"

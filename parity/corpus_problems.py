@@ -9,7 +9,7 @@ from fp4ep.reference.types import MoEInputs, MoEWeights
 
 from .corpus import BF16, FP8, MXFP4, NVFP4
 from .problem import CASES, Problem
-from .recording import Case, RecordingWriter
+from .recording import Case, RecordingWriter, alike
 
 #: (scheme name, kernel options, weights, inputs, max_tokens_per_rank) -> the output of each of three launches.
 RunLaunches = Callable[[str, dict, MoEWeights, MoEInputs, int], list[torch.Tensor]]
@@ -41,17 +41,13 @@ def build_problems(writer: RecordingWriter, run: RunLaunches, report: Callable[[
         reduced = "enable_in_kernel_fc2_reduce" in problem.options
         try:
             launches = run(problem.scheme, dict(problem.options), layer.weights, inputs, _CAPACITY)
-            same = all(torch.equal(launches[0].view(torch.int16), other.view(torch.int16)) for other in launches)
+            same = alike(launches)
             if not (same or reduced):
                 raise RuntimeError("launches differ")
         except Exception as error:
             report(f"LEFT OUT {title}: {error!r}")
             continue
-        roles = {}
-        for part, owner in (("weights", layer.weights), ("inputs", inputs)):
-            for name in [name for name, tensor in vars(owner).items() if tensor is not None]:
-                roles[name] = f"{title}.{name}"
-                writer.problem(roles[name], problem.as_json(), f"{part}.{name}")
+        roles = writer.problem_roles(title, problem, layer)
         for launch, output in enumerate(launches if reduced else launches[:1]):
             name = f"output.{len(writer.cases)}"
             writer.store(name, output, "xz")

@@ -9,7 +9,7 @@ import torch
 from fp4ep.reference.types import MoEInputs, MoEWeights
 
 from .corpus import BF16, FP8, MXFP4, NVFP4
-from .recording import Case, RecordingWriter
+from .recording import Case, RecordingWriter, alike
 
 #: (scheme name, kernel options, weights of all experts, inputs of every rank, max_tokens_per_rank) -> the output of
 #: every rank, for each of three launches.
@@ -57,9 +57,7 @@ def build_ranks(writer: RecordingWriter, run: RunRanks, report: Callable[[str], 
                 continue  # FlashInfer 0.7.4's FP8 frontend launches nothing on an empty rank then, and its peers hang
             roles, weights = named[scheme]
             launches = [torch.cat(ranks) for ranks in run(scheme, options | config, weights, inputs, _CAPACITY)]
-            if not reduced and any(
-                not torch.equal(launches[0].view(torch.int16), o.view(torch.int16)) for o in launches
-            ):
+            if not (reduced or alike(launches)):
                 raise RuntimeError(f"{scheme} {options} is not deterministic here")
             settings = {"max_tokens_per_rank": _CAPACITY, "world_size": len(counts), "tokens_per_rank": list(counts)}
             roles = roles | {n: f"{counts}.{n}" for n in ("hidden_states", "topk_ids", "topk_weights")}

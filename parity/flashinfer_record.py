@@ -30,7 +30,7 @@ from .corpus_problems import build_problems
 from .corpus_ranks import build_ranks
 from .distributed import contact
 from .problem import Layer, Problem
-from .recording import Case, RecordingWriter
+from .recording import Case, RecordingWriter, alike
 from .sides import flashinfer_options, missing_for_flashinfer_sm90
 
 #: Called with a line about each case, on every rank.
@@ -130,10 +130,6 @@ def _of_all_ranks(value: Any, group: EpGroup) -> list[Any]:
     return gathered
 
 
-def _alike(launches: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(launches[0].view(torch.int16), other.view(torch.int16)) for other in launches[1:])
-
-
 # --- problems of the harness -------------------------------------------------------------------------------------
 
 
@@ -150,13 +146,13 @@ def record_problems(path: Path, named: Mapping[str, Problem], group: EpGroup, ke
     for name, problem in named.items():
         layer = problem.build()
         config, launches = _launch(layer, group, kernels)
-        on_arrival, alike = layer.scheme.combine is Combine.ON_ARRIVAL, _alike(launches)
-        if not (alike or on_arrival):
+        on_arrival, same = layer.scheme.combine is Combine.ON_ARRIVAL, alike(launches)
+        if not (same or on_arrival):
             raise UnsteadyError(f"{name!r}: {len(launches)} launches of {layer.scheme} gave different bits")
         if writer:
             _add(writer, name, problem, layer, config, launches)
-        same = "the same bits" if alike else "different bits, in some order of arrival each"
-        report(f"{name}: {len(launches)} launches, {same}, {int(launches[0].isnan().sum())} NaN")
+        bits = "the same bits" if same else "different bits, in some order of arrival each"
+        report(f"{name}: {len(launches)} launches, {bits}, {int(launches[0].isnan().sum())} NaN")
     if writer is None:
         return 0
     writer.write(path)
@@ -186,11 +182,7 @@ def _add(
     config: dict[str, object],
     launches: Sequence[torch.Tensor],
 ) -> None:
-    roles = {}
-    for part, owner in (("weights", layer.weights), ("inputs", layer.inputs[0])):
-        for role in [role for role, tensor in vars(owner).items() if tensor is not None]:
-            roles[role] = f"{name}.{role}"
-            writer.problem(roles[role], problem.as_json(), f"{part}.{role}")
+    roles = writer.problem_roles(name, problem, layer)
     apart = layer.scheme.combine is Combine.ON_ARRIVAL
     for launch, output in enumerate(launches if apart else launches[:1]):
         stored = f"output.{len(writer.cases)}"
@@ -239,7 +231,7 @@ def _special_values(build: Callable, writer: RecordingWriter, group: EpGroup, ke
         launches = kernels.launch(
             scheme, options, weights, inputs, max_tokens_per_rank=capacity, previous_topk_ids=previous
         )
-        if not _alike(launches):
+        if not alike(launches):
             raise UnsteadyError(f"{scheme}: {len(launches)} launches gave different bits")
         return launches[0]
 

@@ -25,10 +25,11 @@ import lzma
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ from fp4ep.reference.quantize import Quantized, quantize_mx, quantize_nvfp4
 from fp4ep.reference.scales import ScaleRule
 
 from .generate import GENERATORS
+
+if TYPE_CHECKING:
+    from .problem import Layer, Problem  # which needs this module
 
 FORMAT = "fp4ep.recording"
 VERSION = 1
@@ -169,6 +173,15 @@ class RecordingWriter:
         """problem: as JSON."""
         return self._add(name, problem_part(problem, part), {"kind": "problem", "problem": problem, "part": part})
 
+    def problem_roles(self, prefix: str, problem: "Problem", layer: "Layer") -> dict[str, str]:
+        """Every tensor of the layer that a problem builds: role -> name here, prefix.role."""
+        roles = {}
+        for part, owner in (("weights", layer.weights), ("inputs", layer.inputs[0])):
+            for role in [role for role, tensor in vars(owner).items() if tensor is not None]:
+                roles[role] = f"{prefix}.{role}"
+                self.problem(roles[role], problem.as_json(), f"{part}.{role}")
+        return roles
+
     def _add(self, name: str, tensor: torch.Tensor, origin: dict) -> torch.Tensor:
         dtype, shape = _describe(tensor)
         self.specs[name] = {"dtype": dtype, "shape": shape, "sha256": sha256(tensor), "from": origin}
@@ -178,6 +191,11 @@ class RecordingWriter:
         """Write the file, replacing an older one only when the new one is complete."""
         header = self.header | {"tensors": self.specs, "cases": [asdict(case) for case in self.cases]}
         write_safetensors(self.stored, path, header)
+
+
+def alike(launches: Sequence[torch.Tensor]) -> bool:
+    """Whether launches of a kernel gave the same bf16 bits."""
+    return all(torch.equal(launches[0].view(torch.int16), other.view(torch.int16)) for other in launches[1:])
 
 
 def write_safetensors(tensors: Mapping[str, torch.Tensor], path: str | Path, header: Mapping) -> None:

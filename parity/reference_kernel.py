@@ -4,7 +4,6 @@ It keeps its weights in the layout of FlashInfer's kernel and turns them back at
 into them, such as experts permuted by EPLB, takes effect as it does on a GPU.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,18 +11,11 @@ import torch
 from fp4ep.optimized.kernel_layouts import KERNEL_LAYOUTS, KernelState
 from fp4ep.optimized.mega_kernel import KernelRequest, Vectors
 from fp4ep.reference.exchange import Exchange, exchange_in_process
-from fp4ep.reference.formats import pack_e2m1
 from fp4ep.reference.moe import moe_forward_ranks
-from fp4ep.reference.quantize import (
-    quantize_fp8_block_128,
-    quantize_fp8_per_expert,
-    quantize_nvfp4,
-    quantize_nvfp4_with_norm,
-)
 from fp4ep.reference.scheme import Scheme, Weights
 from fp4ep.reference.schemes import SCHEMES, find_scheme
 from fp4ep.reference.types import MoEInputs, MoEWeights, Trace
-from fp4ep.reference.weights import mxfp4_rewrite
+from fp4ep.reference.weights import mxfp4_rewrite, quantize_leg
 
 from .distributed import DistributedExchange
 
@@ -128,42 +120,14 @@ def prepared_weights(scheme: Scheme, weights: MoEWeights) -> MoEWeights:
         return MoEWeights(*(codes for codes, _ in rewritten), *(scale for _, scale in rewritten))
     if weights.quantized or scheme.weights is Weights.BF16:
         return weights
-    quantize = _QUANTIZERS[scheme.weights]
-    legs = [[quantize(scheme, expert, parts) for expert in w] for w, parts in ((weights.w13, 2), (weights.w2, 1))]
-    columns = [[torch.stack(column) for column in zip(*leg, strict=True)] for leg in legs]
+    legs = [[quantize_leg(scheme, expert, leg) for expert in getattr(weights, leg)] for leg in ("w13", "w2")]
+    columns = [[_stacked(column) for column in zip(*leg, strict=True)] for leg in legs]
     return MoEWeights(*(tensor for same in zip(*columns, strict=True) for tensor in same))
 
 
-def _nvfp4(scheme: Scheme, weight: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-    dense = quantize_nvfp4(weight)
-    assert dense.global_scale is not None
-    return pack_e2m1(dense.codes), dense.scales, dense.global_scale
-
-
-def _nvfp4_block_scaled(scheme: Scheme, weight: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-    dense = quantize_nvfp4_with_norm(weight)
-    return pack_e2m1(dense.codes), dense.scales
-
-
-def _fp8(scheme: Scheme, weight: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-    assert scheme.stage is not None
-    dense = quantize_fp8_per_expert(weight, scheme.stage.element)
-    return dense.codes, dense.scales.reshape(())
-
-
-def _fp8_block(scheme: Scheme, weight: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-    assert scheme.stage is not None
-    dense = quantize_fp8_block_128(weight, scheme.stage.element, parts)
-    return dense.codes, dense.scales
-
-
-#: (scheme, one expert's leg, 2 parts for w13 or 1) -> codes, scales and, for NVFP4, the global scale.
-_QUANTIZERS: dict[Weights, Callable[[Scheme, torch.Tensor, int], tuple[torch.Tensor, ...]]] = {
-    Weights.NVFP4: _nvfp4,
-    Weights.NVFP4_BLOCK_SCALED: _nvfp4_block_scaled,
-    Weights.FP8_PER_EXPERT: _fp8,
-    Weights.FP8_BLOCK_128: _fp8_block,
-}
+def _stacked(tensors: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    given = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(given) if given else None
 
 
 def _options(request: KernelRequest) -> dict[str, object]:

@@ -20,7 +20,7 @@ from .routing import Router, route
 from .scheme import Combine, Scheme
 from .tensor_core import HOPPER_BF16, matmul
 from .types import Exactness, MoEInputs, MoEWeights, Stage, Trace
-from .validate import InputError
+from .validate import require
 
 
 class WeightOn(Enum):
@@ -211,38 +211,32 @@ def _padding(inputs: LayerInputs) -> torch.Tensor:
     return torch.arange(tokens) >= (tokens if inputs.num_tokens is None else inputs.num_tokens)
 
 
-def _require(condition: bool, argument: str, allowed: object, got: object, rank: int | None = None) -> None:
-    if not condition:
-        where = "" if rank is None else f" (rank {rank})"
-        raise InputError(f"{argument}{where} must be {allowed}, got {got}")
-
-
 def _check(layer: MoELayer, weights: MoEWeights, ranks: Sequence[LayerInputs]) -> Placement:
     """The placement, once it is sure that everything fits. What `route` and `moe_forward` check is left to them."""
     experts = weights.num_experts
-    _require(len(ranks) > 0, "inputs", "at least one rank", "an empty sequence")
-    _require(len(ranks) <= experts, "inputs", f"at most {experts} ranks, one for each expert", len(ranks))
+    require(len(ranks) > 0, "inputs", "at least one rank", "an empty sequence")
+    require(len(ranks) <= experts, "inputs", f"at most {experts} ranks, one for each expert", len(ranks))
     placement = layer.placement or linear(experts, len(ranks))
-    _require(placement.num_experts == experts, "placement", f"of the {experts} experts", placement.num_experts)
-    _require(placement.ep_size == len(ranks), "placement", f"over the {len(ranks)} ranks of inputs", placement.ep_size)
+    require(placement.num_experts == experts, "placement", f"of the {experts} experts", placement.num_experts)
+    require(placement.ep_size == len(ranks), "placement", f"over the {len(ranks)} ranks of inputs", placement.ep_size)
     held = [len(rank) for rank in placement.ranks]
-    _require(len(set(held)) == 1, "placement", "of equally many slots on every rank, as the kernels need it", held)
+    require(len(set(held)) == 1, "placement", "of equally many slots on every rank, as the kernels need it", held)
     factor = layer.routed_scaling_factor
-    _require(math.isfinite(factor), "routed_scaling_factor", "finite", factor)
+    require(math.isfinite(factor), "routed_scaling_factor", "finite", factor)
     one = layer.weight_on is not WeightOn.INPUT or layer.top_k == 1
-    _require(one, "top_k", "1 with WeightOn.INPUT: a token has one input, not one for each of its experts", layer.top_k)
+    require(one, "top_k", "1 with WeightOn.INPUT: a token has one input, not one for each of its experts", layer.top_k)
     late = layer.weight_on is WeightOn.ACTIVATION and layer.scheme.combine is Combine.WEIGHTED
-    _require(not late, "weight_on", "SCHEME or INPUT", f"ACTIVATION, but {layer.scheme} weights routes after fc2")
+    require(not late, "weight_on", "SCHEME or INPUT", f"ACTIVATION, but {layer.scheme} weights routes after fc2")
     for rank, x in enumerate(ranks):
-        _require(isinstance(x, LayerInputs), "inputs", "LayerInputs or a sequence of them", type(x).__name__, rank)
+        require(isinstance(x, LayerInputs), "inputs", "LayerInputs or a sequence of them", type(x).__name__, rank)
         hidden, logits = x.hidden_states, x.router_logits
         fits = hidden.dtype is torch.bfloat16 and hidden.ndim == 2
-        _require(fits, "hidden_states", "bfloat16 [tokens, hidden]", f"{hidden.dtype} {list(hidden.shape)}", rank)
+        require(fits, "hidden_states", "bfloat16 [tokens, hidden]", f"{hidden.dtype} {list(hidden.shape)}", rank)
         shape = [len(hidden), experts]
-        _require(list(logits.shape) == shape, "router_logits", shape, list(logits.shape), rank)
+        require(list(logits.shape) == shape, "router_logits", shape, list(logits.shape), rank)
         count = x.num_tokens
         fits = count is None or 0 <= count <= len(hidden)
-        _require(fits, "num_tokens", f"None or 0 to {len(hidden)}", count, rank)
+        require(fits, "num_tokens", f"None or 0 to {len(hidden)}", count, rank)
         if layer.shared is not None:
             _check_shared(layer.shared, hidden.shape[1])
     return placement
@@ -251,11 +245,11 @@ def _check(layer: MoELayer, weights: MoEWeights, ranks: Sequence[LayerInputs]) -
 def _check_shared(shared: SharedExperts, hidden: int) -> None:
     for name, tensor in (("w13", shared.w13), ("w2", shared.w2)):
         fits = tensor.dtype is torch.bfloat16 and tensor.ndim == 2
-        _require(fits, f"shared.{name}", "a bfloat16 matrix", f"{tensor.dtype} {list(tensor.shape)}")
+        require(fits, f"shared.{name}", "a bfloat16 matrix", f"{tensor.dtype} {list(tensor.shape)}")
     width = shared.w2.shape[1]
-    _require(shared.w2.shape[0] == hidden, "shared.w2", f"[{hidden}, I]", list(shared.w2.shape))
-    _require(list(shared.w13.shape) == [2 * width, hidden], "shared.w13", [2 * width, hidden], list(shared.w13.shape))
-    _require(hidden % HOPPER_BF16.k == 0, "hidden_states", f"a multiple of {HOPPER_BF16.k} wide", hidden)
+    require(shared.w2.shape[0] == hidden, "shared.w2", f"[{hidden}, I]", list(shared.w2.shape))
+    require(list(shared.w13.shape) == [2 * width, hidden], "shared.w13", [2 * width, hidden], list(shared.w13.shape))
+    require(hidden % HOPPER_BF16.k == 0, "hidden_states", f"a multiple of {HOPPER_BF16.k} wide", hidden)
     step = HOPPER_BF16.k * shared.tp_size
     fits = shared.tp_size >= 1 and width > 0 and width % step == 0
-    _require(fits, "shared.tp_size", f">= 1, with {HOPPER_BF16.k} * tp_size dividing I = {width}", shared.tp_size)
+    require(fits, "shared.tp_size", f">= 1, with {HOPPER_BF16.k} * tp_size dividing I = {width}", shared.tp_size)

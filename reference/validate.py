@@ -20,7 +20,8 @@ class InputError(ValueError):
     """An argument does not fit. The message starts with its name."""
 
 
-def _require(condition: bool, argument: str, allowed: object, got: object, rank: int | None = None) -> None:
+def require(condition: bool, argument: str, allowed: object, got: object, rank: int | None = None) -> None:
+    """Raises InputError, naming the argument and the rank, unless the condition holds."""
     if not condition:
         where = "" if rank is None else f" (rank {rank})"
         raise InputError(f"{argument}{where} must be {allowed}, got {got}")
@@ -41,18 +42,18 @@ def check_arguments(
     _check_types(scheme, weights, ranks)
     hidden = _check_weights(scheme, weights)
     experts = weights.num_experts
-    _require(len(ranks) > 0, "inputs", "at least one rank", "an empty sequence")
-    _require(experts % len(ranks) == 0, "inputs", f"a number of ranks that divides the {experts} experts", len(ranks))
+    require(len(ranks) > 0, "inputs", "at least one rank", "an empty sequence")
+    require(experts % len(ranks) == 0, "inputs", f"a number of ranks that divides the {experts} experts", len(ranks))
     for rank, inputs in enumerate(ranks):
         _check_tokens(scheme, inputs, hidden, max_tokens_per_rank, rank)
         _check_routing(inputs, experts, ranks[0].topk_ids, rank)
     if workspace is not None:
         same = not isinstance(workspace, torch.Tensor) and len(workspace) == len(ranks)
-        _require(same, "workspace", f"a sequence of one tensor for each of {len(ranks)} ranks", len(workspace))
+        require(same, "workspace", f"a sequence of one tensor for each of {len(ranks)} ranks", len(workspace))
         for rank, terms in enumerate(workspace):
             shape = [*ranks[rank].topk_ids.shape, hidden]
             fits = terms.dtype is torch.bfloat16 and list(terms.shape) == shape
-            _require(fits, "workspace", f"bfloat16 {shape}", _describe(terms), rank)
+            require(fits, "workspace", f"bfloat16 {shape}", _describe(terms), rank)
 
 
 def _check_types(scheme: object, weights: object, ranks: Sequence[object]) -> None:
@@ -72,71 +73,71 @@ def _check_types(scheme: object, weights: object, ranks: Sequence[object]) -> No
 
 def _check_tokens(scheme: Scheme, inputs: MoEInputs, hidden: int, max_tokens: int | None, rank: int) -> None:
     x, scales = inputs.hidden_states, inputs.scales
-    _require(x.ndim == 2 and x.shape[1] == hidden, "hidden_states", f"[tokens, {hidden}]", list(x.shape), rank)
+    require(x.ndim == 2 and x.shape[1] == hidden, "hidden_states", f"[tokens, {hidden}]", list(x.shape), rank)
     limit = len(x) if max_tokens is None else max_tokens
-    _require(len(x) <= limit, "hidden_states", f"at most max_tokens_per_rank = {limit} tokens", len(x), rank)
+    require(len(x) <= limit, "hidden_states", f"at most max_tokens_per_rank = {limit} tokens", len(x), rank)
     if x.dtype is torch.bfloat16:
         allowed = "None when hidden_states is bf16: the scheme makes its own"
-        _require(scales is None, "scales", allowed, "a tensor", rank)
+        require(scales is None, "scales", allowed, "a tensor", rank)
         return
     if scheme.stage is None or scheme.stage.element.dtype is None:
         raise InputError(f"hidden_states (rank {rank}) must be bfloat16, got {x.dtype}")
     staged = scheme.stage.element.dtype
-    _require(x.dtype is staged, "hidden_states", f"bfloat16, or {staged} with scales", x.dtype, rank)
+    require(x.dtype is staged, "hidden_states", f"bfloat16, or {staged} with scales", x.dtype, rank)
     if scheme.stage.source is ScaleSource.STATIC:
         return  # whatever scales travel along are not used
     shape = [len(x), hidden // (scheme.stage.block or hidden)]
     if scales is None:
         raise InputError(f"scales (rank {rank}) must be float32 {shape} with {x.dtype} hidden_states, got None")
     fits = scales.dtype is torch.float32 and list(scales.shape) == shape
-    _require(fits, "scales", f"float32 {shape}", _describe(scales), rank)
-    _require(not bool((scales < 0).any()), "scales", "not negative", "negative values", rank)
+    require(fits, "scales", f"float32 {shape}", _describe(scales), rank)
+    require(not bool((scales < 0).any()), "scales", "not negative", "negative values", rank)
 
 
 def _check_routing(inputs: MoEInputs, num_experts: int, first_ids: torch.Tensor, rank: int) -> None:
     ids, weights = inputs.topk_ids, inputs.topk_weights
     tokens = len(inputs.hidden_states)
-    _require(ids.dtype in (torch.int64, torch.int32), "topk_ids", "int64 or int32", ids.dtype, rank)
-    _require(ids.ndim == 2, "topk_ids", "[tokens, top_k]", list(ids.shape), rank)
+    require(ids.dtype in (torch.int64, torch.int32), "topk_ids", "int64 or int32", ids.dtype, rank)
+    require(ids.ndim == 2, "topk_ids", "[tokens, top_k]", list(ids.shape), rank)
     top_k = ids.shape[1]
-    _require(1 <= top_k <= MAX_TOP_K, "topk_ids", f"of 1 to {MAX_TOP_K} slots per token", top_k, rank)
+    require(1 <= top_k <= MAX_TOP_K, "topk_ids", f"of 1 to {MAX_TOP_K} slots per token", top_k, rank)
     shape = [tokens, first_ids.shape[1]]
-    _require(list(ids.shape) == shape, "topk_ids", f"[tokens, top_k] = {shape}", list(ids.shape), rank)
+    require(list(ids.shape) == shape, "topk_ids", f"[tokens, top_k] = {shape}", list(ids.shape), rank)
     largest = int(ids.max()) if ids.numel() else -1
     # The kernels do not check this: such an id indexes a counter in shared memory out of range.
-    _require(largest < num_experts, "topk_ids", f"below num_experts = {num_experts} (negative: masked)", largest, rank)
-    _require(weights.dtype is torch.float32, "topk_weights", "float32", weights.dtype, rank)
+    require(largest < num_experts, "topk_ids", f"below num_experts = {num_experts} (negative: masked)", largest, rank)
+    require(weights.dtype is torch.float32, "topk_weights", "float32", weights.dtype, rank)
     same = weights.shape == ids.shape
-    _require(same, "topk_weights", f"of topk_ids' shape {list(ids.shape)}", list(weights.shape), rank)
+    require(same, "topk_weights", f"of topk_ids' shape {list(ids.shape)}", list(weights.shape), rank)
 
 
 def _check_weights(scheme: Scheme, weights: MoEWeights) -> int:
     """Shapes, dtypes and values of the weights. Returns the hidden size."""
     for missing, other in (("w13_scale", weights.w2_scale), ("w2_scale", weights.w13_scale)):
         together = other is None or getattr(weights, missing) is not None
-        _require(together, missing, "given together with the other leg's scales, or neither (bf16 weights)", None)
+        require(together, missing, "given together with the other leg's scales, or neither (bf16 weights)", None)
     for leg in ("w13", "w2"):
         _check_kind(scheme, weights, leg)
     w13, w2 = weights.w13, weights.w2
     fits = w13.ndim == 3 and w13.numel() > 0 and w13.shape[1] % 2 == 0
-    _require(fits, "w13", "[experts, 2 * intermediate, hidden], none of them 0", list(w13.shape))
+    require(fits, "w13", "[experts, 2 * intermediate, hidden], none of them 0", list(w13.shape))
     packing = 2 if weights.quantized and scheme.weights in _PACKED_FP4 else 1
     hidden, intermediate = w13.shape[2] * packing, w13.shape[1] // 2
     shape = [len(w13), hidden, intermediate // packing]
     names = "[experts, hidden, intermediate" + " / 2]" * (packing == 2) + "]" * (packing == 1)
-    _require(list(w2.shape) == shape, "w2", f"{names} = {shape}", list(w2.shape))
+    require(list(w2.shape) == shape, "w2", f"{names} = {shape}", list(w2.shape))
     for leg, what, size, multiple in (
         ("w13", "hidden", hidden, scheme.hidden_multiple),
         ("w2", "intermediate", intermediate, scheme.intermediate_multiple),
     ):
-        _require(size % multiple == 0, leg, f"of a {what} size that is a multiple of {multiple}", size)
+        require(size % multiple == 0, leg, f"of a {what} size that is a multiple of {multiple}", size)
     if weights.quantized:
         _check_scales(scheme, weights, "w13", hidden)
         _check_scales(scheme, weights, "w2", intermediate)
     elif scheme.weights in _NVFP4:
         for leg in ("w13", "w2"):
             finite = torch.isfinite(getattr(weights, leg)).flatten(1).all(1)
-            _require(bool(finite.all()), leg, "finite", f"NaN or infinity in experts {_where(~finite)}")
+            require(bool(finite.all()), leg, "finite", f"NaN or infinity in experts {_where(~finite)}")
     for name in ("w13_global_scale", "w2_global_scale", "fc1_norm_const"):
         _check_per_expert(scheme, weights, name)
     return hidden
@@ -149,18 +150,18 @@ def _check_kind(scheme: Scheme, weights: MoEWeights, leg: str) -> None:
         wanted = f"packed FP4 with scales: {scheme.name} does not quantize weights"
         if scheme.dense_weights:
             wanted = f"{' or '.join(map(str, scheme.dense_weights))}, or quantized with w13_scale and w2_scale"
-        _require(payload.dtype in scheme.dense_weights, leg, wanted, payload.dtype)
+        require(payload.dtype in scheme.dense_weights, leg, wanted, payload.dtype)
         name = f"{leg}_global_scale"
         allowed = getattr(weights, name) is None or scheme.weights is Weights.NVFP4_BLOCK_SCALED
-        _require(allowed, name, "None with dense weights", "a tensor")
+        require(allowed, name, "None with dense weights", "a tensor")
         return
-    _require(scheme.packed_weights, scale, f"None: {scheme.name} takes bf16 weights only", "a tensor")
+    require(scheme.packed_weights, scale, f"None: {scheme.name} takes bf16 weights only", "a tensor")
     dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
     if scheme.weights not in _PACKED_FP4:
         assert scheme.stage is not None
         assert scheme.stage.element.dtype is not None
         dtypes = (torch.uint8, scheme.stage.element.dtype)
-    _require(payload.dtype in dtypes, leg, f"{' or '.join(map(str, dtypes))} with scales", payload.dtype)
+    require(payload.dtype in dtypes, leg, f"{' or '.join(map(str, dtypes))} with scales", payload.dtype)
 
 
 def _check_scales(scheme: Scheme, weights: MoEWeights, leg: str, k: int) -> None:
@@ -173,12 +174,12 @@ def _check_scales(scheme: Scheme, weights: MoEWeights, leg: str, k: int) -> None
         Weights.FP8_BLOCK_128: ((torch.float32,), [experts, rows // 128, k // 128]),
     }[scheme.weights]
     fits = scale.dtype in dtypes and list(scale.shape) == shape
-    _require(fits, f"{leg}_scale", f"{' or '.join(map(str, dtypes))} {shape}", _describe(scale))
+    require(fits, f"{leg}_scale", f"{' or '.join(map(str, dtypes))} {shape}", _describe(scale))
     if scheme.weights in _NVFP4:
         codes = scale.view(torch.uint8).flatten(1).amax(1)
         bad = codes > E4M3.max_code
         got = f"code {int(codes.max())} in experts {_where(bad)}"
-        _require(not bool(bad.any()), f"{leg}_scale", "E4M3 codes 0..126 (finite, not negative)", got)
+        require(not bool(bad.any()), f"{leg}_scale", "E4M3 codes 0..126 (finite, not negative)", got)
     elif scale.dtype is torch.float32:
         _check_positive(scale.reshape(experts, -1), f"{leg}_scale")
 
@@ -190,9 +191,9 @@ def _check_per_expert(scheme: Scheme, weights: MoEWeights, name: str) -> None:
         return
     allowed = (Weights.NVFP4_BLOCK_SCALED,) if name == "fc1_norm_const" else _NVFP4
     what = "norm constant" if name == "fc1_norm_const" else "global scale"
-    _require(scheme.weights in allowed, name, f"None: {scheme.weights.name} has no {what}", "a tensor")
+    require(scheme.weights in allowed, name, f"None: {scheme.weights.name} has no {what}", "a tensor")
     fits = values.dtype is torch.float32 and values.numel() in (1, experts)
-    _require(fits, name, f"float32, a scalar or [{experts}]", _describe(values))
+    require(fits, name, f"float32, a scalar or [{experts}]", _describe(values))
     _check_positive(values.reshape(-1).expand(experts)[:, None], name)
 
 
@@ -200,7 +201,7 @@ def _check_positive(values: torch.Tensor, name: str) -> None:
     """values: `[experts, any]`."""
     bad = ~(torch.isfinite(values) & (values > 0)).all(1)
     got = f"zero, negative, NaN or infinity in experts {_where(bad)}"
-    _require(not bool(bad.any()), name, "positive and finite", got)
+    require(not bool(bad.any()), name, "positive and finite", got)
 
 
 def _where(bad: torch.Tensor) -> list[int]:

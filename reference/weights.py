@@ -5,7 +5,7 @@ Sources: FlashInfer 0.7.4, `moe_ep/backends/mega/kernel/sm{90,100}/*/weights.py`
 """
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import torch
@@ -41,26 +41,49 @@ class Operand:
 def load_operand(scheme: Scheme, weights: MoEWeights, leg: str, expert: int) -> Operand:
     """The operand of `leg` ("w13" or "w2") of one expert, quantizing dense weights as the backend does."""
     payload = getattr(weights, leg)[expert]
-    scale, global_scale = (getattr(weights, leg + suffix) for suffix in ("_scale", "_global_scale"))
     if scheme.weights is Weights.BF16:
         return Operand(payload.float(), torch.ones(1, 1))
-    if scheme.weights in (Weights.FP8_PER_EXPERT, Weights.FP8_BLOCK_128):
-        return _fp8(scheme, payload, None if scale is None else scale[expert], parts=2 if leg == "w13" else 1)
-    if scheme.weights is Weights.MXFP4:
-        return mxfp4_operand(payload, scale[expert])
+    scale, global_scale = (getattr(weights, leg + suffix) for suffix in ("_scale", "_global_scale"))
     spread = expert_value(global_scale, expert)
-    if scheme.weights is Weights.NVFP4_BLOCK_SCALED:
-        if scale is None:
-            dense = quantize_nvfp4_with_norm(payload)
-            codes, scale = dense.codes, dense.scales
-        else:
-            codes, scale = unpack_e2m1(payload), scale[expert]
-        return Operand(decode(codes, E2M1), spread.reshape(1, 1), decode(scale, E4M3))
     if scale is None:
-        dense = quantize_nvfp4(payload)
-        assert dense.global_scale is not None
-        return nvfp4_operand(pack_e2m1(dense.codes), dense.scales, dense.global_scale)
-    return nvfp4_operand(payload, scale[expert], spread)
+        payload, scale, own = quantize_leg(scheme, payload, leg)
+        spread = spread if own is None else own
+    else:
+        scale = scale[expert]
+    if scheme.weights in (Weights.FP8_PER_EXPERT, Weights.FP8_BLOCK_128):
+        return _fp8(scheme, payload, scale, leg)
+    if scheme.weights is Weights.MXFP4:
+        return mxfp4_operand(payload, scale)
+    if scheme.weights is Weights.NVFP4_BLOCK_SCALED:
+        return Operand(decode(unpack_e2m1(payload), E2M1), spread.reshape(1, 1), decode(scale, E4M3))
+    return nvfp4_operand(payload, scale, spread)
+
+
+def quantize_leg(
+    scheme: Scheme, weight: torch.Tensor, leg: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """One expert's dense leg as the scheme's backend quantizes it: codes, scales and, for SM90 NVFP4, its global scale.
+
+    weight: `[N, K]`; shapes and dtypes are those of one expert in `MoEWeights`. Not for bf16 and MXFP4 schemes, whose
+    backends quantize nothing.
+    """
+    if scheme.weights is Weights.NVFP4:
+        dense = quantize_nvfp4(weight)
+        return pack_e2m1(dense.codes), dense.scales, dense.global_scale
+    if scheme.weights is Weights.NVFP4_BLOCK_SCALED:
+        dense = quantize_nvfp4_with_norm(weight)
+        return pack_e2m1(dense.codes), dense.scales, None
+    assert scheme.stage is not None
+    if scheme.weights is Weights.FP8_PER_EXPERT:
+        dense = quantize_fp8_per_expert(weight, scheme.stage.element)
+        return dense.codes, dense.scales.reshape(()), None
+    dense = quantize_fp8_block_128(weight, scheme.stage.element, _parts(leg))
+    return dense.codes, dense.scales, None
+
+
+def _parts(leg: str) -> int:
+    """w13 has two halves, gate and up, whose rows the kernel interleaves."""
+    return 2 if leg == "w13" else 1
 
 
 def expert_value(values: torch.Tensor | None, expert: int | torch.Tensor) -> torch.Tensor:
@@ -137,16 +160,11 @@ def _rewrite_table() -> torch.Tensor:
     return torch.from_numpy(table.astype(np.uint8))
 
 
-def _fp8(scheme: Scheme, payload: torch.Tensor, scale: torch.Tensor | None, parts: int) -> Operand:
+def _fp8(scheme: Scheme, payload: torch.Tensor, scale: torch.Tensor, leg: str) -> Operand:
     assert scheme.stage is not None
-    element = scheme.stage.element
-    per_expert = scheme.weights is Weights.FP8_PER_EXPERT
-    if scale is None:
-        quantize = quantize_fp8_per_expert if per_expert else partial(quantize_fp8_block_128, parts=parts)
-        dense = quantize(payload, element)
-        payload, scale = dense.codes, dense.scales
-    if per_expert:
-        return Operand(decode(payload, element), scale.reshape(1, 1))
+    values = decode(payload, scheme.stage.element)
+    if scheme.weights is Weights.FP8_PER_EXPERT:
+        return Operand(values, scale.reshape(1, 1))
     # One scale row for each canonical row: block b of w13 covers gate rows 64b.. and up rows 64b..
-    rows = scale[None, :, None].expand(parts, -1, 128 // parts, -1).reshape(payload.shape[0], -1)
-    return Operand(decode(payload, element), rows)
+    parts = _parts(leg)
+    return Operand(values, scale[None, :, None].expand(parts, -1, 128 // parts, -1).reshape(payload.shape[0], -1))
