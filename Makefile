@@ -26,8 +26,8 @@ format:
 type:
 	$(VENV)/bin/mypy
 
-# One thread for each worker: torch's own threads and the workers would fight for the cores.
+# One thread for each worker: torch's and numba's own threads and the workers would fight for the cores.
 test:
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --maxprocesses 8 --dist loadfile
 
 check: lint type test

@@ -20,6 +20,12 @@ Rows = dict[str, torch.Tensor]
 #: The rows of each rank here and, per row, the rank it goes to -> what each receives, by sender ascending, order kept.
 Exchange = Callable[[Sequence[Rows], Sequence[torch.Tensor]], list[Rows]]
 
+#: Weights of the schemes that are not emulated -> what the emulation lacks.
+NOT_EMULATED = {
+    Weights.NVFP4_BLOCK_SCALED: "FP4 activations",
+    Weights.FP8_BLOCK_128_APART: "approximate division",
+}
+
 _MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _CODES = torch.cat((_MAGNITUDES, -_MAGNITUDES))
 #: `[256, 2]`: the two E2M1 values of a byte, low nibble first.
@@ -42,12 +48,15 @@ class Arithmetic:
 
     name: of the emulation, for messages. linear: (scheme, leg, x `[rows, K]` float32, x_scale `[rows, blocks]`,
     operand) -> `[rows, N]` float32, descaled. sigmoid: float32 -> float32. exactness: of fc1, fc2 and activation.
+    experts: in place of `linear`, all rows of a rank at once: (scheme, weights, leg, x `[rows, K]` as it travels,
+    x_scale, each row's expert by its place in weights, ascending).
     """
 
     name: str
     linear: Callable[[Scheme, str, torch.Tensor, torch.Tensor, Operand], torch.Tensor]
     sigmoid: Callable[[torch.Tensor], torch.Tensor]
     exactness: Callable[[Scheme, str], Exactness]
+    experts: Callable[[Scheme, MoEWeights, str, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 def emulate(
@@ -67,10 +76,11 @@ def emulate(
     weights: of these ranks' experts, in order; inputs: one entry for each of these ranks; workspace: for each of them
     the `[T, top_k, H]` bf16 terms that an earlier launch left behind, None: zeros (Combine.ALL_SLOTS alone reads it);
     progress: called after every expert GEMM with (rows done, rows in all). Arguments are not checked. NaN and infinity
-    follow IEEE; the output's NaN is 0x7FFF. Raises ValueError for schemes with FP4 activations (SM100).
+    follow IEEE; the output's NaN is 0x7FFF. Raises ValueError for schemes with FP4 activations (SM100) and for the push
+    kernel's.
     """
-    if scheme.weights is Weights.NVFP4_BLOCK_SCALED:
-        raise ValueError(f"scheme: {arithmetic.name} has no FP4 activations and cannot run {scheme}")
+    if scheme.weights in NOT_EMULATED:
+        raise ValueError(f"scheme: {arithmetic.name} has no {NOT_EMULATED[scheme.weights]} and cannot run {scheme}")
     per_rank = weights.num_experts // len(ranks)
     stages: list[Stage] = []
     done = 0
@@ -83,6 +93,13 @@ def emulate(
 
     def linear(leg: str, rows: Rows, expert: torch.Tensor) -> torch.Tensor:
         nonlocal done
+        if arithmetic.experts:
+            place = expert - ranks[0] * per_rank
+            out = arithmetic.experts(scheme, weights, leg, rows["values"], rows["scales"], place)
+            done += len(out)
+            if progress:
+                progress(done, total)
+            return out
         out = torch.empty(len(expert), getattr(weights, leg).shape[1])
         for e in expert.unique().tolist():
             mine = expert == e
@@ -248,7 +265,7 @@ def _nvfp4(w: torch.Tensor, scale: torch.Tensor | None, spread: torch.Tensor) ->
         step = _e2m1_step(scaled)
         values = ((scaled / step).round() * step).clamp(-6, 6)
     else:
-        values = _PAIRS[w.int()].flatten(1).unflatten(1, (-1, 16))
+        values = _PAIRS.to(w.device)[w.int()].flatten(1).unflatten(1, (-1, 16))
         decoded = scale.view(torch.float8_e4m3fn).float()[..., None]
     return Operand((values * decoded / 8).to(torch.float8_e4m3fn).float().flatten(1), (8 * spread).reshape(1, 1))
 
@@ -265,7 +282,7 @@ def _mxfp4(w: torch.Tensor, scale: torch.Tensor) -> Operand:
     Values of raised blocks are rounded to E2M1, ties away from zero. From 128 octaves on the preprocessing's 2^-octaves
     wraps (`_wrapped`).
     """
-    values = _PAIRS[w.int()].flatten(1).unflatten(1, (-1, 32))
+    values = _PAIRS.to(w.device)[w.int()].flatten(1).unflatten(1, (-1, 32))
     missing = (int(scale.max()) - 11 - scale.int()).clamp(min=0)[..., None]
     raised = scale.int()[..., None] + missing
     lowest = int(raised.min())
@@ -287,7 +304,7 @@ def _wrapped(values: torch.Tensor, missing: torch.Tensor) -> torch.Tensor:
     fraction, exponent = torch.frexp(values.abs())  # [0.5, 1) * 2^exponent
     code = ((256 + exponent - missing) & 3) * 2 + (fraction == 0.75)
     code = torch.where(missing == 128, torch.where(values == 0, 7, 6), code.where(values != 0, 0))
-    return _MAGNITUDES[code] * torch.where(values < 0, 1.0, -1.0)
+    return _MAGNITUDES.to(code.device)[code] * torch.where(values < 0, 1.0, -1.0)
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:

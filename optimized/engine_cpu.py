@@ -112,7 +112,7 @@ def _gemm(
     """x_scale: `[M, chains]`, w_scale: `[1 or N, chains]`; a chain is added as fma(chain, x_scale * w_scale, sum)."""
     core, (rows, k) = rule.core, x.shape
     types = _TYPES.get((core.k, core.fraction_bits, core.output_bits))
-    if types is None or core.scale_block is not None:
+    if types is None or core.scale_block is not None or core.min_exponent_b is not None:
         raise ValueError(f"core: the engine has no loops for {core}")
     chunk = rule.chunk or k
     if w.ndim != 2 or w.shape[1] != k or k % core.k:
@@ -151,6 +151,7 @@ def _threads_for(work: int) -> Iterator[None]:
     """One thread for little work: on a busy machine the others' arrival costs more than it saves."""
     import numba
 
+    _kernels()  # which starts numba's threads
     before = numba.get_num_threads()
     numba.set_num_threads(before if work >= _PARALLEL else 1)
     try:
@@ -176,7 +177,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + 2^(-x log2 e)) as the kernels' epilogue has it: `ex2.approx.ftz.f32`, an addition, `rcp.approx.ftz.f32`.
 
     x: float32, any shape; returns float32. Below about -87 exactly 0; NaN gives 0x7FFFFFFF. Source: FlashInfer 0.7.4,
-    `moe_hopper_fp8/epilogue_fp8_common.py`; the tables were measured on an H200 (`reference.special`).
+    `moe_hopper_fp8/epilogue_fp8_common.py`; the tables are an H200's, every entry (`reference.special`).
     """
     out = np.empty(x.numel(), np.float32)
     with _threads_for(16 * x.numel()):
@@ -195,8 +196,13 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
 def _kernels():
     if reason := missing_for_engine():
         raise RuntimeError(reason)
+    import numba
+
     from . import engine_kernels
 
+    threads = torch.get_num_threads()
+    numba.get_num_threads()  # starts its threads; where both use one OpenMP, their number becomes torch's too
+    torch.set_num_threads(threads)
     return engine_kernels
 
 

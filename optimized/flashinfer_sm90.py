@@ -1,4 +1,4 @@
-"""Run FlashInfer's SM90 pull megakernels: on one GPU, or as one EP rank of several."""
+"""Run FlashInfer's SM90 megakernels: on one GPU, or as one EP rank of several."""
 
 import dataclasses
 import os
@@ -15,7 +15,11 @@ CONFIGS = {
     "sm90_fp8_mxfp4_bf16_pull_cutedsl": "Sm90_Fp8_Mxfp4_Bf16_PullCutedsl_MegaMoeConfig",
     "sm90_fp8_fp8_bf16_pull_cutedsl": "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig",
     "sm90_bf16_bf16_bf16_pull_cutedsl": "Sm90_Bf16_Bf16_Bf16_PullCutedsl_MegaMoeConfig",
+    "sm90_fp8_fp8_bf16_push_cuda": "Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig",
 }
+
+#: The dtype of expert ids that a kernel takes, where it is not int64.
+_IDS = {"sm90_fp8_fp8_bf16_push_cuda": torch.int32}
 
 
 def run_megakernel(
@@ -71,6 +75,8 @@ def launch_megakernel(
     With ep_size > 1 this is collective, also for a rank without tokens: every process that torchrun started calls it,
     with its own rank, inputs and device, all else equal; of `weights` it takes its own experts. Where a rank does not
     call, the others wait in their kernel for ever. FlashInfer starts torch.distributed, unless it runs, and NVSHMEM.
+    The push kernel is compiled by nvcc at its first use and starts torch.distributed on one rank too, for as long as
+    the layer lives; each of its ranks needs a GPU of its own.
 
     FlashInfer's own errors pass through.
     """
@@ -90,14 +96,15 @@ def launch_megakernel(
         weights=_pack(weights, ep_rank, ep_size),
         backend=moe_ep.MegaConfig(megakernel=config, quantize_input=inputs.hidden_states.dtype is torch.bfloat16),
     )
+    ids = _IDS.get(name, torch.int64)
     tensors = moe_ep.MoEEpTensors(
         hidden_states=inputs.hidden_states.cuda(),
-        topk_ids=inputs.topk_ids.long().cuda(),
+        topk_ids=inputs.topk_ids.to(ids).cuda(),
         topk_weights=inputs.topk_weights.cuda(),
         scales=None if inputs.scales is None else inputs.scales.cuda(),
     )
     if previous_topk_ids is not None:
-        layer(dataclasses.replace(tensors, topk_ids=previous_topk_ids.long().cuda()))
+        layer(dataclasses.replace(tensors, topk_ids=previous_topk_ids.to(ids).cuda()))
     outputs = [layer(tensors).cpu().clone() for _ in range(launches)]
     torch.cuda.synchronize()
     layer.destroy()  # collective, so not after an error that only this rank may have had

@@ -9,11 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fp4ep.optimized.engine_cpu import missing_for_engine
+
 from . import inspect_command, record_command
 from .commands import add_parser
 from .commands import main as parity
+from .evidence import PageError, check_page, write_page
 from .recording import Recording, RecordingError
-from .replay import Result, replay_cases, shipped_recordings
+from .replay import AUTO, FAST, REFERENCE, Result, replay_cases, shipped_recordings
 from .report import print_results
 
 
@@ -30,7 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command.add_argument("recordings", nargs="*", type=Path, help="recording files (default: those shipped with fp4ep)")
     command.add_argument("--match", default="", metavar="TEXT", help="only cases whose scheme or title contains TEXT")
+    command.add_argument(
+        "--by",
+        choices=(AUTO, REFERENCE, FAST),
+        default=AUTO,
+        help="what runs the cases: the reference, the CPU engine, or the engine for those whose outputs are kept as "
+        "digests and the reference for the others (%(default)s)",
+    )
     command.add_argument("--json", action="store_true", help="print the results as JSON")
+    command.add_argument(
+        "--page", type=Path, metavar="FILE", help="put the tables into a Markdown page (docs/evidence.md)"
+    )
     add_parser(commands)
     inspect_command.add_parser(commands)
     record_command.add_parser(commands)
@@ -43,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return record_command.main(arguments)
     try:
         return _replay(arguments)
-    except (RecordingError, OSError) as error:
+    except (PageError, RecordingError, OSError) as error:
         print(f"fp4ep replay: {error}", file=sys.stderr)
         return 2
 
@@ -54,6 +67,11 @@ def _replay(arguments: argparse.Namespace) -> int:
     if not work:
         print(f"fp4ep replay: --match {arguments.match!r} leaves no case", file=sys.stderr)
         return 2
+    if arguments.by == FAST and (reason := missing_for_engine()):
+        print(f"fp4ep replay: --by {FAST}: {reason}", file=sys.stderr)
+        return 2
+    if arguments.page:
+        check_page(arguments.page)
     results: list[Result] = []
     text, percent = TextColumn("{task.description}"), TextColumn("{task.percentage:3.0f}%")
     with Progress(text, BarColumn(), percent, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
@@ -64,9 +82,11 @@ def _replay(arguments: argparse.Namespace) -> int:
             return lambda share: bar.update(task, completed=len(results) + share)
 
         for recording in recordings:
-            for result in replay_cases(recording, [c for r, c in work if r is recording], progress):
+            for result in replay_cases(recording, [c for r, c in work if r is recording], progress, arguments.by):
                 results.append(result)
             recording.forget()
+    if arguments.page:
+        write_page(arguments.page, [(r, c, result.differing) for (r, c), result in zip(work, results, strict=True)])
     if arguments.json:
         print(json.dumps([r.as_json() for r in results], indent=1))
     else:

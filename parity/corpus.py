@@ -23,6 +23,7 @@ NVFP4 = "sm90_fp8_nvfp4_bf16_pull_cutedsl"
 MXFP4 = "sm90_fp8_mxfp4_bf16_pull_cutedsl"
 FP8 = "sm90_fp8_fp8_bf16_pull_cutedsl"
 BF16 = "sm90_bf16_bf16_bf16_pull_cutedsl"
+PUSH = "sm90_fp8_fp8_bf16_push_cuda"
 
 #: (scheme name, kernel options, weights, inputs, max_tokens_per_rank, previous_topk_ids) -> output
 Run = Callable[[str, dict, MoEWeights, MoEInputs, int, torch.Tensor | None], torch.Tensor]

@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +48,18 @@ class DistributedExchange:
         received = here.new_empty(len(here) if incoming is None else sum(incoming), *here.shape[1:])
         contact(dist.all_to_all_single, received, here, incoming, outgoing, group=self.group)
         return received.to(sent.device)
+
+
+def shares_gpus(ranks_here: int) -> bool:
+    """Whether the ranks of this machine share GPUs. FlashInfer is told; NCCL refuses, so rows go over gloo.
+
+    Their processes take turns on it: seen with two and four on an H200. Under MPS, with half the SMs each, two hung in
+    their first launch.
+    """
+    shared = torch.cuda.device_count() < ranks_here
+    if shared:
+        os.environ["MEGA_SINGLE_GPU_GLOO"] = "1"
+    return shared
 
 
 def gather_traces(trace: Trace, group: dist.ProcessGroup | None = None) -> Trace | None:

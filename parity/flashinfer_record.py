@@ -28,7 +28,7 @@ from .corpus import build_large, build_special_values
 from .corpus_adapter import ORDER, build_adapter
 from .corpus_problems import build_problems
 from .corpus_ranks import build_ranks
-from .distributed import contact
+from .distributed import contact, shares_gpus
 from .problem import Layer, Problem
 from .recording import Case, RecordingWriter, alike
 from .sides import flashinfer_options, missing_for_flashinfer_sm90
@@ -51,6 +51,7 @@ def describe_machine() -> dict[str, str]:
     """What ran: for the `source` of a recording."""
     major, minor = torch.cuda.get_device_capability()
     driver = subprocess.check_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True)
+    ranks, gpus = started_ranks(), torch.cuda.device_count()
     return {
         "hardware": torch.cuda.get_device_name(),
         "compute_capability": f"{major}.{minor}",
@@ -58,7 +59,7 @@ def describe_machine() -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "driver": driver.split()[0],
-    }
+    } | ({"placement": f"{ranks} ranks on {gpus} GPU{'s' * (gpus > 1)}"} if ranks > 1 else {})
 
 
 def missing_to_record() -> str | None:
@@ -74,9 +75,6 @@ def missing_to_record() -> str | None:
         return "nvidia-smi, which knows the driver's version, is not there"
     if started_ranks() > 1 and find_spec("nvshmem") is None:
         return "nvshmem4py, which several ranks need, is not installed"
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", started_ranks()))
-    if torch.cuda.device_count() < here:
-        return f"{here} ranks want a GPU each, this machine has {torch.cuda.device_count()}"
     return None
 
 
@@ -106,7 +104,7 @@ def started_ranks() -> int:
 
 @contextmanager
 def started_group(gpu: bool) -> Iterator[EpGroup]:
-    """What torchrun started as one group, with a GPU for each rank; without torchrun, this process alone.
+    """What torchrun started as one group, a GPU for each rank or shared by some; without torchrun, this process alone.
 
     All ranks leave it together. Where one leaves with an error nothing is ended, since that takes all of them: then end
     the process.
@@ -114,9 +112,10 @@ def started_group(gpu: bool) -> Iterator[EpGroup]:
     if started_ranks() == 1:
         yield EpGroup(1, 0)
         return
+    shared = gpu and shares_gpus(int(os.environ["LOCAL_WORLD_SIZE"]))
     if gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu and not shared else "gloo")
     yield EpGroup(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     stop_runtime()
     dist.destroy_process_group()
@@ -245,6 +244,18 @@ def _problems(writer: RecordingWriter, group: EpGroup, kernels: Kernels, report:
     build_problems(writer, run, report)
 
 
+def _wide(writer: RecordingWriter, group: EpGroup, kernels: Kernels, report: Report) -> None:
+    from .flashinfer_wide import record_wide
+
+    record_wide(writer, report, kernels.launch)
+
+
+def _probes(writer: RecordingWriter, group: EpGroup, kernels: Kernels, report: Report) -> None:
+    from .triton_probe import record_chains  # which needs Triton
+
+    record_chains(writer, report)
+
+
 def _tensor_core(writer: RecordingWriter, group: EpGroup, kernels: Kernels, report: Report) -> None:
     from .triton_probe import record_probes  # which needs Triton
 
@@ -319,6 +330,10 @@ CORPORA: dict[str, Corpus] = {
         "wgmma chains with an accumulator operand (Triton's tl.dot), ex2.approx and rcp.approx",
         _tensor_core,
         ("triton",),
+    ),
+    "h200_wide": Corpus(1, "Every SM90 scheme over sizes, routings, values, clamps and knobs", _wide),
+    "h200_probes": Corpus(
+        1, "wgmma probed: small cases and millions of random outputs of each operand format", _probes, ("triton",)
     ),
     "h200_two_ranks": Corpus(2, "Two EP ranks: every scheme, uneven and missing tokens, opt-in variants", _ranks),
     "h200_adapter_2": Corpus(2, "The adapter over live kernels, 2 EP ranks", _adapter),

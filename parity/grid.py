@@ -45,7 +45,7 @@ import torch
 
 from fp4ep.reference.formats import E2M1, E4M3, UE8M0, Format, encode, pack_e2m1, round_to
 from fp4ep.reference.quantize import MX_BLOCK, NVFP4_BLOCK
-from fp4ep.reference.scheme import Combine, ScaleSource, Scheme, Weights
+from fp4ep.reference.scheme import ScaleSource, Scheme, Weights
 from fp4ep.reference.types import MoEInputs, MoEWeights
 
 from .grid_numbers import EXPERTS, FAMILIES, GEOMETRIES, SMALL, VLLM, Expert, Geometry, Numbers, family
@@ -94,9 +94,11 @@ def build(
     take no memory until they are written; True copies them into memory of their own, as a GPU or an in-place kernel
     needs (14 GB for the largest).
 
-    Raises ValueError when the sizes are too small for the construction, when the scheme takes no dense weights, or when
-    a number is not exact under the scheme.
+    Raises ValueError when the sizes are too small for the construction, when the scheme takes no dense weights, when it
+    quantizes what travels back, or when a number is not exact under the scheme.
     """
+    if scheme.wire_rule is not None:
+        raise ValueError(f"scheme: {scheme} rounds what it sends back to {scheme.wire_rule.element} blocks")
     counts = [tokens_per_rank] * ep_size if isinstance(tokens_per_rank, int) else list(tokens_per_rank)
     _check_sizes(geometry, ep_size, counts)
     if dense and torch.bfloat16 not in scheme.dense_weights:
@@ -188,8 +190,9 @@ _BLOCKS = {
     Weights.NVFP4_BLOCK_SCALED: _Blocks(1, 1, NVFP4_BLOCK, E4M3),
     Weights.MXFP4: _Blocks(1, 1, MX_BLOCK, UE8M0),
     Weights.FP8_BLOCK_128: _Blocks(64, 128, 128, None),
+    Weights.FP8_BLOCK_128_APART: _Blocks(128, 128, 128, None),
 }
-_FP8 = (Weights.FP8_PER_EXPERT, Weights.FP8_BLOCK_128)
+_FP8 = (Weights.FP8_PER_EXPERT, Weights.FP8_BLOCK_128, Weights.FP8_BLOCK_128_APART)
 #: No scale for an expert as a whole.
 _WITHOUT_ALPHAS = (Weights.MXFP4, Weights.BF16)
 
@@ -291,7 +294,7 @@ class _Maker:
         if (block := _BLOCKS.get(self.stored)) is None:
             return {}
         hidden, intermediate = self.geometry.hidden, self.geometry.intermediate
-        halves = 2 if block.w13_rows == 1 else 1  # a scale for several rows is that of gate and up alike
+        halves = 1 if self.stored is Weights.FP8_BLOCK_128 else 2  # there a scale is that of gate and up alike
         w13 = torch.full((halves, intermediate // block.w13_rows, hidden // block.k), 2.0)
         w13[:, (self.channels // block.w13_rows)[:, None], self.columns // block.k] = 1.0
         w2 = _w2_scale(torch.arange(hidden // block.w2_rows)[:, None], torch.arange(intermediate // block.k))
@@ -313,7 +316,7 @@ class _Maker:
                     continue
                 kind, share = expert % len(EXPERTS), float(shares[row, slot])
                 y = self._swiglu(t, kind)
-                self._check_requantized(y if self.scheme.combine is Combine.WEIGHTED else y * share, kind)
+                self._check_requantized(y if self.scheme.combine.weighted else y * share, kind)
                 term = share * y * self._written(expert, kind)
                 out[row, output_channel(self.geometry, expert)] += term
                 self._check_bf16(torch.tensor(term))

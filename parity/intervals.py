@@ -78,15 +78,23 @@ def _outward(values: torch.Tensor, direction: float) -> torch.Tensor:
     return torch.where(beyond, torch.nextafter(rounded, torch.tensor(direction)), rounded)
 
 
+#: Weights of the schemes without a bound -> what it would have to cover.
+_UNBOUNDED = {
+    Weights.NVFP4_BLOCK_SCALED: "the FP4 activations",
+    Weights.FP8_BLOCK_128_APART: "the approximate divisions",
+}
+
+
 def layer_intervals(
     layer: Layer, received: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> dict[tuple[str, str], dict[int, Interval]]:
     """(stage, tensor) -> rank -> interval. received: the dispatch rows of every rank, in whose order the rows are.
 
-    Raises ValueError for schemes with FP4 activations (SM100), whose bound is not derived."""
+    Raises ValueError for schemes with FP4 activations (SM100) and for the push kernel's, whose bounds are not derived.
+    """
     scheme = layer.scheme
-    if scheme.weights is Weights.NVFP4_BLOCK_SCALED:
-        raise ValueError(f"scheme: no bound is derived for the FP4 activations of {scheme}; claim bits")
+    if scheme.weights in _UNBOUNDED:
+        raise ValueError(f"scheme: no bound is derived for {_UNBOUNDED[scheme.weights]} of {scheme}; claim bits")
     found: dict[tuple[str, str], dict[int, Interval]] = {}
     for rank, rows in received.items():
         x = rows["values"].double() * _spread(rows["scales"].double(), rows["values"].shape[1])

@@ -21,7 +21,7 @@ from fp4ep.reference.exchange import exchange_in_process
 from fp4ep.reference.types import Trace
 from fp4ep.reference.validate import InputError, check_arguments
 
-from .distributed import ContactError, DistributedExchange, from_bytes, gather_traces
+from .distributed import ContactError, DistributedExchange, from_bytes, gather_traces, shares_gpus
 from .problem import Layer, Problem
 from .processes import GRACE, RankError, Tell, rank_processes, what_failed
 from .run import Run
@@ -55,15 +55,7 @@ class _Job:
         return any(side.gpu for side in self.sides)
 
     def shares_gpus(self, ranks_here: int) -> bool:
-        """Whether ranks of this machine share a GPU. FlashInfer wants to be told; NCCL refuses, so rows go over gloo.
-
-        Their processes take turns on it: seen with two and four on an H200. Under MPS, with half the SMs each, two hung
-        in their first launch.
-        """
-        shared = self.gpu and torch.cuda.device_count() < ranks_here
-        if shared:
-            os.environ["MEGA_SINGLE_GPU_GLOO"] = "1"
-        return shared
+        return self.gpu and shares_gpus(ranks_here)
 
 
 #: A layer and, from every side, the stages of all ranks (no sides on any rank but 0).
@@ -164,7 +156,7 @@ def _init_group(job: _Job, shared: bool, **options: Any) -> None:
 
 
 def _one_rank(job: _Job, rank: int, local: int, shared: bool, progress: Progress | None) -> Iterator[Result]:
-    """On the default group. local: the rank's number on this machine; shared: see `_Job.shares_gpus`.
+    """On the default group. local: the rank's number on this machine; shared: see `shares_gpus`.
 
     Ranks other than 0 keep the weights of their own experts only, unless a side wants the whole.
     """

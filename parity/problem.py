@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fp4ep.reference.formats import E2M1, E4M3, Format
-from fp4ep.reference.quantize import MX_BLOCK, NVFP4_BLOCK, quantize_mx, quantize_nvfp4
+from fp4ep.reference.quantize import MX_BLOCK, NVFP4_BLOCK, quantize_activation, quantize_mx, quantize_nvfp4
 from fp4ep.reference.scales import ScaleRule
 from fp4ep.reference.scheme import ScaleSource, Scheme, Weights
 from fp4ep.reference.schemes import SCHEMES, find_scheme
@@ -57,6 +57,8 @@ class Problem:
     values: str = "normal"  #: a key of VALUES
     routing: str = "uniform"  #: a key of ROUTING
     padding: int = 0  #: rows behind each rank's tokens: NaN throughout, all slots masked
+    dense_weights: bool = False  #: bf16 weights where the scheme's family is FP4: the backend quantizes them
+    quantize_input: bool = True  #: False: hidden_states are FP8 codes already, with their scales
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -86,6 +88,12 @@ class Problem:
         for name in ("hidden", "intermediate"):
             if not _whole(getattr(self, name), 64) or getattr(self, name) % 64:
                 raise ValueError(f"{name} must be a positive multiple of 64, got {getattr(self, name)!r}")
+        scheme = find_scheme(self.scheme, **self.options)
+        if self.dense_weights and not scheme.dense_weights:
+            raise ValueError(f"dense_weights: {scheme} takes none, got {self.dense_weights!r}")
+        takes = scheme.quantized_inputs and scheme.stage is not None and scheme.stage.element.dtype is not None
+        if not (self.quantize_input or takes):
+            raise ValueError(f"quantize_input: {scheme} takes bf16 only, got {self.quantize_input!r}")
 
     @property
     def ep_size(self) -> int:
@@ -99,6 +107,7 @@ class Problem:
         scheme = str(find_scheme(self.scheme, **self.options))
         tokens = "+".join(map(str, self.tokens))
         padding = f", {self.padding} rows of padding" * bool(self.padding)
+        padding += ", bf16 weights" * self.dense_weights + ", quantized before" * (not self.quantize_input)
         return (
             f"{scheme}: {tokens} tokens, {self.num_experts} experts, top-k {self.top_k}, H {self.hidden}, "
             f"I {self.intermediate}, {self.values} values, {self.routing} routing{padding}, seed {self.seed}"
@@ -124,7 +133,8 @@ class Problem:
         inputs, first = [], 0
         for count in self.tokens:
             rows = slice(first, first + count)
-            inputs.append(_padded(x[rows], ids[rows], weights[rows], self.padding))
+            mine = _padded(x[rows], ids[rows], weights[rows], self.padding)
+            inputs.append(mine if self.quantize_input else _quantized(self, scheme, mine))
             first += count
         return Layer(scheme, _weights(self, scheme), tuple(inputs))
 
@@ -134,6 +144,20 @@ def _padded(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: int
         return torch.cat((tensor, torch.full((rows, tensor.shape[1]), value, dtype=tensor.dtype)))
 
     return MoEInputs(behind(x, float("nan")), behind(ids, -1), behind(weights, float("nan")))
+
+
+def _quantized(problem: Problem, scheme: Scheme, inputs: MoEInputs) -> MoEInputs:
+    """The tokens as the scheme's own stage leaves them. Under a static scale a plane of UE8M0 scales goes along, which
+    nothing uses."""
+    rule = scheme.stage
+    assert rule is not None
+    assert rule.element.dtype is not None
+    quantized = quantize_activation(inputs.hidden_states.float(), rule, scheme.fc1_activation_dequant_scale)
+    scales = quantized.scales
+    if rule.source is ScaleSource.STATIC:
+        shape = (len(inputs.hidden_states), problem.hidden // 32)
+        scales = integers(problem.seed * 100 + 5, shape, 100, 150).view(torch.float8_e8m0fnu)
+    return replace(inputs, hidden_states=quantized.codes.view(rule.element.dtype), scales=scales)
 
 
 # --- hidden states -----------------------------------------------------------------------------------------------
@@ -324,6 +348,8 @@ def _weights(problem: Problem, scheme: Scheme) -> MoEWeights:
             element, block = _TIED.get(scheme.weights, (scheme.stage.element if scheme.stage else E4M3, 128))
             ties = tie_aligned(problem.seed * 100 + 30 + n, (shape[0] * shape[1], shape[2]), element, block)
             dense[leg] = (ties * 2.0 ** -(math.frexp(element.max)[1] + 3)).bfloat16().reshape(shape)
+    if problem.dense_weights:
+        return MoEWeights(**dense)
     if scheme.weights in (Weights.NVFP4, Weights.NVFP4_BLOCK_SCALED):
         quantized = {leg: quantize_nvfp4(w) for leg, w in dense.items()}
     elif scheme.weights is Weights.MXFP4:

@@ -66,8 +66,10 @@ class Case:
     tensors: role -> tensor name. For moe: hidden_states, topk_ids, topk_weights, w13, w2, where given scales,
     w13_scale, w2_scale, w13_global_scale, w2_global_scale; and output. previous_topk_ids, where present: the routing of
     an earlier launch on the same buffers, all else equal. With several EP ranks: the tokens of all, rank after rank.
-    For tensor_core: a `[M, K]`, b `[N, K]`, maybe c, and d `[M, N]`; a and b in codes of the operand format, or bf16.
-    For special_function: x and y, float32.
+    For tensor_core: a `[M, K]`, b `[N, K]`, maybe c, and d `[M, N]`; a and b in codes of the operand format, or values
+    of its dtype.
+    For special_function: x and y, float32. In place of what the kernel gave, output, d or y, there may be its
+    `row_digests`: output_rows, d_rows or y_rows.
     """
 
     title: str
@@ -198,6 +200,16 @@ def alike(launches: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(launches[0].view(torch.int16), other.view(torch.int16)) for other in launches[1:])
 
 
+def row_digests(tensor: torch.Tensor) -> torch.Tensor:
+    """`[rows]` int64: the 8-byte BLAKE2b digest of each row's little-endian bytes.
+
+    Stands for an output that is too large to store: it says which rows differ, not which elements.
+    """
+    rows = _bytes(tensor.detach().cpu()).reshape(len(tensor), -1 if len(tensor) else 0).numpy()
+    digests = b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
+    return torch.from_numpy(np.frombuffer(digests, "<i8").copy())
+
+
 def write_safetensors(tensors: Mapping[str, torch.Tensor], path: str | Path, header: Mapping) -> None:
     """Write tensors and their JSON header, replacing an older file only when the new one is complete."""
     path = Path(path)
@@ -218,10 +230,15 @@ def quantized_part(quantized: Quantized, part: str) -> torch.Tensor:
 
 def problem_part(problem: dict, part: str) -> torch.Tensor:
     """part: "weights." or "inputs." and a field of MoEWeights or MoEInputs."""
-    layer = _layer(json.dumps(problem, sort_keys=True))
+    layer = problem_layer(problem)
     owner, name = part.split(".")
     owners = [layer.weights] if owner == "weights" else layer.inputs
     return torch.cat([getattr(each, name) for each in owners])
+
+
+def problem_layer(problem: dict) -> "Layer":
+    """The layer of a problem, as JSON; the last one is kept."""
+    return _layer(json.dumps(problem, sort_keys=True))
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .replay import Result
+from .replay import FAST, Result
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
@@ -37,3 +37,6 @@ def print_results(results: Sequence[Result], console: Console) -> None:
             console.print(f"first difference in {where}: {r.first}", highlight=False, markup=False, soft_wrap=True)
     differing, elements = sum(r.differing for r in results), sum(r.elements for r in results)
     console.print(f"{len(results)} cases, {elements:,} elements, {differing:,} differing", highlight=False)
+    if fast := [r for r in results if r.by == FAST]:
+        by_engine = f"{len(fast)} cases, {sum(r.elements for r in fast):,} elements, ran on the CPU engine"
+        console.print(f"{by_engine}, the others on the reference", highlight=False)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fp4ep.optimized.engine_cpu import fast_forward, missing_for_engine
+from fp4ep.optimized.engine_cuda import cuda_forward, missing_for_cuda_engine
 from fp4ep.optimized.fake_quant import fake_quant_forward
 from fp4ep.optimized.flashinfer_sm90 import run_megakernel
 from fp4ep.reference.exchange import Exchange
@@ -128,6 +129,14 @@ SIDES: dict[str, Side] = {
     for side in (
         Side(REFERENCE, Claim.BITS, partial(_stages, moe_forward_ranks)),
         Side("fast", Claim.BITS, partial(_stages, fast_forward), missing_for_engine, packages=("numba",)),
+        Side(
+            "cuda",
+            Claim.BITS,
+            partial(_stages, cuda_forward),
+            missing_for_cuda_engine,
+            gpu=True,
+            packages=("triton",),
+        ),
         Side("fake_quant", Claim.FLOAT32, partial(_stages, fake_quant_forward)),
         Side(
             "flashinfer",

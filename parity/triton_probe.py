@@ -9,27 +9,32 @@ import triton.language as tl
 from fp4ep.reference.formats import E4M3, E5M2, Format, decode
 from fp4ep.reference.tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, TensorCore
 
+from .corpus_probes import SIZE, build_probes
 from .recording import Case, RecordingWriter
-
-_SIZE = 64  # M and N: one wgmma m64n64
 
 
 @triton.jit
-def _chain(a_ptr, b_ptr, c_ptr, d_ptr, K: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr):
-    row = tl.arange(0, SIZE)
+def _chain(a_ptr, b_ptr, c_ptr, d_ptr, N, K: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     step = tl.arange(0, STEP)
-    acc = tl.load(c_ptr + row[:, None] * SIZE + row[None, :])
+    acc = tl.load(c_ptr + row[:, None] * N + column[None, :])
     for k in range(0, K, STEP):
         a = tl.load(a_ptr + row[:, None] * K + k + step[None, :])
-        b = tl.load(b_ptr + row[:, None] * K + k + step[None, :])
+        b = tl.load(b_ptr + column[:, None] * K + k + step[None, :])
         acc = tl.dot(a, tl.trans(b), acc)
-    tl.store(d_ptr + row[:, None] * SIZE + row[None, :], acc)
+    tl.store(d_ptr + row[:, None] * N + column[None, :], acc)
 
 
 def run_chain(core: TensorCore, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a, b: `[64, K]` CUDA tensors of the operand dtype, c: `[64, 64]` float32. Returns float32 on the CPU."""
+    """`[M, N]` float32: per 64 x 64 outputs one wgmma for every `core.k` elements, in ascending order.
+
+    a: `[M, K]`, b: `[N, K]` of the operand dtype, c: `[M, N]` float32, M and N multiples of 64. All on the CPU.
+    """
+    a, b, c = a.cuda(), b.cuda(), c.cuda()
     d = torch.empty_like(c)
-    _chain[(1,)](a, b, c, d, K=a.shape[1], STEP=core.k, SIZE=_SIZE, num_warps=4)
+    grid = (len(a) // SIZE, len(b) // SIZE)
+    _chain[grid](a, b, c, d, len(b), K=a.shape[1], STEP=core.k, SIZE=SIZE, num_warps=4)
     return d.cpu()
 
 
@@ -57,7 +62,7 @@ def record_probes(writer: RecordingWriter, report: Callable[[str], None]) -> Non
     ):
         for title, k, a, b, c in _operands(core, fmt, random):
             a, b = (x.to(dtype) if x.is_floating_point() else x.view(dtype) for x in (a, b))
-            d = run_chain(core, a.cuda(), b.cuda(), c.cuda())
+            d = run_chain(core, a, b, c)
             names = {}
             for role, tensor in (("a", a), ("b", b), ("c", c), ("d", d)):
                 names[role] = f"{core.name}, {title}, K = {k}.{role}"
@@ -75,9 +80,14 @@ def record_probes(writer: RecordingWriter, report: Callable[[str], None]) -> Non
         report(f"{instruction}: recorded")
 
 
+def record_chains(writer: RecordingWriter, report: Callable[[str], None]) -> None:
+    """The probes of `corpus_probes.py`, run as wgmma chains."""
+    build_probes(writer, run_chain, report)
+
+
 def _operands(core: TensorCore, fmt: Format | None, random: torch.Generator):
     """(title, K, a, b, c) with a, b as values or uint8 codes, c float32."""
-    shape = (_SIZE, _SIZE)
+    shape = (SIZE, SIZE)
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=random)
@@ -91,26 +101,26 @@ def _operands(core: TensorCore, fmt: Format | None, random: torch.Generator):
     for instructions in (1, 4):
         k = core.k * instructions
         if fmt is None:
-            a, b = binades(-20, 20, _SIZE, k), binades(-20, 20, _SIZE, k)
+            a, b = binades(-20, 20, SIZE, k), binades(-20, 20, SIZE, k)
             yield "40 binades", k, a, b, normal(*shape) * (a @ b.T).std()
         else:
-            a, b = ((integers(0, fmt.max_code, _SIZE, k) + 128 * integers(0, 1, _SIZE, k)).byte() for _ in "ab")
+            a, b = ((integers(0, fmt.max_code, SIZE, k) + 128 * integers(0, 1, SIZE, k)).byte() for _ in "ab")
             yield "every code", k, a, b, normal(*shape) * (decode(a, fmt) @ decode(b, fmt).T).std()
     # Sums that cancel, zeros of both signs.
-    signs = [integers(-1, 1, _SIZE, core.k).float() * normal(_SIZE, core.k).sign() for _ in "ab"]
-    sparse = [torch.where(integers(0, 7, _SIZE, core.k) > 0, x * 0, x) for x in signs]
+    signs = [integers(-1, 1, SIZE, core.k).float() * normal(SIZE, core.k).sign() for _ in "ab"]
+    sparse = [torch.where(integers(0, 7, SIZE, core.k) > 0, x * 0, x) for x in signs]
     yield "cancellation", core.k, *sparse, torch.tensor([0.0, -0.0, 1.0, -1.0])[integers(0, 3, *shape)]
     unusual = torch.tensor([float("nan"), float("inf"), float("-inf"), 2.0**-140, -(2.0**-149), 1.5])
     c = torch.where(integers(0, 15, *shape) > 0, normal(*shape), unusual[integers(0, 5, *shape)])
     operands = []
     for _ in "ab":
-        odd = unusual[integers(0, 1 if fmt is E4M3 else 5, _SIZE, core.k)]  # E4M3 has no infinity
-        operands.append(torch.where(integers(0, 255, _SIZE, core.k) > 0, normal(_SIZE, core.k).clamp(-3, 3), odd))
+        odd = unusual[integers(0, 1 if fmt is E4M3 else 5, SIZE, core.k)]  # E4M3 has no infinity
+        operands.append(torch.where(integers(0, 255, SIZE, core.k) > 0, normal(SIZE, core.k).clamp(-3, 3), odd))
     yield "infinity and NaN", core.k, *operands, c
     if fmt is None:
-        yield "underflow", 64, binades(-80, -55, _SIZE, 64), binades(-80, -55, _SIZE, 64), binades(-149, -125, *shape)
-        yield "underflow from zero", 16, binades(-85, -64, _SIZE, 16), binades(-85, -64, _SIZE, 16), torch.zeros(shape)
-        yield "overflow", 64, binades(50, 64, _SIZE, 64), binades(50, 64, _SIZE, 64), binades(110, 126, *shape)
+        yield "underflow", 64, binades(-80, -55, SIZE, 64), binades(-80, -55, SIZE, 64), binades(-149, -125, *shape)
+        yield "underflow from zero", 16, binades(-85, -64, SIZE, 16), binades(-85, -64, SIZE, 16), torch.zeros(shape)
+        yield "overflow", 64, binades(50, 64, SIZE, 64), binades(50, 64, SIZE, 64), binades(110, 126, *shape)
     else:
         yield "tiny accumulator", core.k, *sparse, binades(-149, -125, *shape)
 

@@ -1,12 +1,14 @@
 """SwiGLU as the kernels' epilogues compute it: every intermediate is a float32, in this order.
 
 Source: FlashInfer 0.7.4, `moe_hopper_fp8/epilogue_fp8_common.py` and `moe_hopper_bf16/epilogue_bf16_common.py`,
-and the PTX that the CuTe DSL emits for them; SM100: `moe_nvfp4_swapab/epilogue_refactor.py`.
+and the PTX that the CuTe DSL emits for them; SM100: `moe_nvfp4_swapab/epilogue_refactor.py`; the push kernel:
+`push_style_megamoe/src/a2a/sm90_push_a2a_ops.cu` and the SASS that CUDA 13.0 makes of it.
 """
 
 import torch
 
-from .special import ex2_approx, rcp_approx
+from .fp32 import canonical_nan, flush, multiply_ftz
+from .special import div_approx, ex2_approx, rcp_approx
 
 _MINUS_LOG2_E = -1.44269502162933349609375  # float32 0xBFB8AA3B
 
@@ -36,3 +38,14 @@ def swiglu(
     sigmoid = rcp_approx(ex2_approx(gate * _MINUS_LOG2_E) + 1.0)
     activated = up * gate * sigmoid
     return activated if topk_weight is None else activated * topk_weight[:, None]
+
+
+def fast_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, rounded to bf16, as nvcc's -use_fast_math compiles it (`Swiglu.FAST_BF16`).
+
+    gate, up: `[routes, intermediate]` float32 that holds bf16 values. Returns float32 that holds bf16 values. float32
+    subnormals are zeros at every step. A gate below about -87 gives a zero, as in `swiglu`; minus infinity gives NaN.
+    NaN is the canonical one.
+    """
+    silu = div_approx(gate, ex2_approx(flush(gate) * _MINUS_LOG2_E) + 1.0)
+    return canonical_nan(multiply_ftz(silu, up).bfloat16()).float()

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .formats import Format
-from .fp32 import canonical_nan, fma
-from .quantize import dequantize_mx, quantize_mx
+from .formats import Format, decode
+from .fp32 import canonical_nan, flush, fma
+from .quantize import dequantize_mx, quantize_activation, quantize_mx
 from .scales import ScaleRule
-from .scheme import Combine
+from .scheme import ActivationQuant, Combine
 
 #: Columns of equal length, one row per route.
 Rows = dict[str, torch.Tensor]
@@ -77,15 +77,25 @@ def combine(
     local_experts: int | None = None,
     wire: Format | None = None,
     topk_weights: torch.Tensor | None = None,
+    wire_rule: ActivationQuant | None = None,
 ) -> torch.Tensor:
     """Sum route terms over the top-k slots. Returns `[T, hidden]` bf16.
 
     terms: `[T, top_k, hidden]` bf16; topk_ids: `[T, top_k]`; the routing weight is already inside (the kernels multiply
-    the SwiGLU output), but under WEIGHTED, which needs topk_weights, `[T, top_k]` float32. Slots are taken in the
-    caller's order; which count, where the sum starts and when it rounds is `rule`; GROUPED needs local_experts, the
-    experts of a rank, and wire, the scheme's. NaN becomes the GPU's canonical 0x7FFF.
-    Source: FlashInfer 0.7.4, `moe_nvfp4_swapab/topk_reduce.py`, `moe_hopper_fp8/epilogue_fp8.py`.
+    the SwiGLU output), but where `rule.weighted`, which needs topk_weights, `[T, top_k]` float32. Slots are taken in
+    the caller's order; which count, where the sum starts and when it rounds is `rule`; GROUPED and WEIGHTED_GROUPS need
+    local_experts, the experts of a rank, and wire or wire_rule, the scheme's. NaN becomes the GPU's canonical 0x7FFF.
+    Source: FlashInfer 0.7.4, `moe_nvfp4_swapab/topk_reduce.py`, `moe_hopper_fp8/epilogue_fp8.py`; for WEIGHTED_ROUTES
+    and WEIGHTED_GROUPS `push_style_megamoe/src/a2a/sm90_push_a2a_ops.cu`.
     """
+    if rule in (Combine.WEIGHTED_ROUTES, Combine.WEIGHTED_GROUPS):
+        assert topk_weights is not None
+        groups = torch.arange(topk_ids.shape[1]).expand_as(topk_ids)
+        if rule is Combine.WEIGHTED_GROUPS:
+            assert local_experts is not None
+            groups = topk_ids // local_experts
+        groups = torch.where(topk_ids >= 0, groups, -1)
+        return canonical_nan(_sum_of_weighted(terms.float(), groups, topk_weights, wire_rule).bfloat16())
     if rule is Combine.GROUPED:
         assert local_experts is not None
         return canonical_nan(_sum_of_groups(terms.float(), topk_ids, local_experts, wire).bfloat16())
@@ -105,6 +115,33 @@ def combine(
         added = added.bfloat16().float() if rule is Combine.ON_ARRIVAL else added
         total = torch.where(live[:, slot], added, total)
     return canonical_nan(total.bfloat16())
+
+
+def _sum_of_weighted(
+    values: torch.Tensor, groups: torch.Tensor, weights: torch.Tensor, wire: ActivationQuant | None
+) -> torch.Tensor:
+    """float32 `[T, hidden]`, the sum over groups ascending of the sums over their slots, with float32 subnormals zero.
+
+    values: `[T, top_k, hidden]`; groups: `[T, top_k]`, negative: masked. What travels is a group's sum by `wire`, bf16
+    if None. A scale of 0 marks a slot that nobody wrote, so that such a block adds nothing.
+    """
+    values, weights = flush(values), flush(weights)
+    total = torch.zeros_like(values[:, 0])
+    for group in groups[groups >= 0].unique().tolist():
+        mine = (groups == group)[..., None]
+        part = torch.zeros_like(total)
+        for slot in range(values.shape[1]):
+            added = flush(fma(weights[:, slot, None], values[:, slot], part))
+            part = torch.where(mine[:, slot], added, part)
+        if wire is None:
+            sent, scale = flush(part.bfloat16().float()), torch.ones_like(total)
+        else:
+            quantized = quantize_activation(part, wire)
+            sent = decode(quantized.codes, wire.element)
+            scale = quantized.scales.repeat_interleave(sent.shape[1] // quantized.scales.shape[1], 1)
+        counts = mine.any(1) & (scale != 0)
+        total = torch.where(counts, flush(fma(sent, scale, total)), total)
+    return total
 
 
 def _sum_of_groups(

@@ -9,12 +9,13 @@ from functools import partial
 
 import torch
 
-from .activation import swiglu
+from .activation import fast_swiglu, swiglu
 from .exchange import Exchange, Rows, by_expert, combine, exchange_in_process, route_rows, route_terms
 from .formats import E2M1, decode
+from .fp32 import canonical_nan
 from .gemm import expert_gemm
 from .quantize import Quantized, quantize_activation
-from .scheme import ActivationQuant, Combine, ScaleSource, Scheme
+from .scheme import ActivationQuant, Apply, ScaleSource, Scheme, Swiglu
 from .types import Exactness, MoEInputs, MoEWeights, Stage, Trace
 from .validate import check_arguments
 from .weights import expert_value, load_operand
@@ -95,7 +96,7 @@ def moe_forward_ranks(
 
     advance = _counter(2 * sum(len(rows["expert"]) for rows in received), progress)
     experts = partial(_experts, scheme, weights, ranks[0] * local_experts, advance)
-    fc1 = keep("fc1", [_gate_and_up(experts("w13", rows, rows["expert"])) for rows in received])
+    fc1 = keep("fc1", [_gate_and_up(scheme, experts("w13", rows, rows["expert"])) for rows in received])
     activation = keep("activation", [_activation(scheme, *pair) for pair in zip(fc1, received, strict=True)])
     expert = [rows["expert"] for rows in received]
     norms = [expert_value(weights.fc1_norm_const, e - ranks[0] * local_experts) for e in expert]
@@ -108,10 +109,11 @@ def moe_forward_ranks(
     if workspace is None:
         workspace = [torch.zeros(*x.topk_ids.shape, x.hidden_states.shape[1]).bfloat16() for x in inputs]
     terms = [route_terms(rows, before) for rows, before in zip(returned, workspace, strict=True)]
+    summed = partial(combine, rule=scheme.combine, local_experts=local_experts, wire=scheme.wire)
     keep(
         "combine",
         [
-            {"terms": t, "values": combine(t, x.topk_ids, scheme.combine, local_experts, scheme.wire, x.topk_weights)}
+            {"terms": t, "values": summed(t, x.topk_ids, topk_weights=x.topk_weights, wire_rule=scheme.wire_rule)}
             for t, x in zip(terms, inputs, strict=True)
         ],
     )
@@ -166,13 +168,17 @@ def _experts(
     return torch.cat(parts)
 
 
-def _gate_and_up(fc1: torch.Tensor) -> Rows:
+def _gate_and_up(scheme: Scheme, fc1: torch.Tensor) -> Rows:
+    if scheme.swiglu is Swiglu.FAST_BF16:
+        fc1 = canonical_nan(fc1.bfloat16()).float()
     gate, up = fc1.chunk(2, dim=1)
     return {"gate": gate, "up": up}
 
 
 def _activation(scheme: Scheme, fc1: Rows, received: Rows) -> Rows:
-    weight = None if scheme.combine is Combine.WEIGHTED else received["topk_weights"]
+    if scheme.swiglu is Swiglu.FAST_BF16:
+        return {"values": fast_swiglu(fc1["gate"], fc1["up"])}
+    weight = None if scheme.combine.weighted else received["topk_weights"]
     return {"values": swiglu(fc1["gate"], fc1["up"], scheme.gate_up_clamp, weight, scheme.nan_clamps)}
 
 
@@ -187,7 +193,8 @@ def _requantize(scheme: Scheme, activated: torch.Tensor, norm: torch.Tensor) -> 
 
 def exactness(scheme: Scheme, stage: str) -> Exactness:
     """How the numbers of a stage of the reference come about."""
-    if stage == "activation":
+    rule = {"stage": scheme.stage, "requantize": scheme.requantize, "combine": scheme.wire_rule}.get(stage)
+    if stage == "activation" or (rule is not None and rule.apply is Apply.DIVIDE_APPROX):
         return Exactness.TABLED
     if stage not in ("fc1", "fc2"):
         return Exactness.EXACT

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .formats import E2M1, E4M3, UE8M0, Format, cast_overflow, decode, encode
+from .formats import E2M1, E4M3, UE8M0, Format, Overflow, cast_overflow, decode, encode
+from .fp32 import flush, multiply_ftz
 from .scales import ScaleRule, ue8m0_scale
 from .scheme import ActivationQuant, Apply, ScaleSource
+from .special import div_approx
 
 NVFP4_BLOCK = 16
 MX_BLOCK = 32
@@ -141,12 +143,19 @@ def quantize_activation(
     An all-zero block: scale 1e-30, codes +-0. From amax, a NaN makes the scale and the whole block NaN; an infinity
     makes the scale infinite, the finite values zero and itself NaN. With a static scale a NaN stays a single NaN, and
     infinity follows `rule.overflow`. The sign of zero is kept.
+
+    The push kernel (`push_style_megamoe/src/a2a/sm90_push_a2a_ops.cu`) has AMAX_OR_ONE and DIVIDE_APPROX instead. NaN
+    is not seen by amax and becomes -max. A block whose amax is below max * 2^-126 has scale 0: its values become +-max,
+    its zeros -max, and all of them count nothing. Subnormals are zeros; an infinity is -max, but its scale infinite.
     """
     if rule.scale is not None:
         return quantize_nvfp4_with_norm(values, norm_const, rule.apply, rule.nan_scale)
     split = blocks(values, rule.block or values.shape[-1])
     if rule.source is ScaleSource.STATIC:
         scale = torch.full(split.shape[:-1], static_scale)
+    elif rule.source is ScaleSource.AMAX_OR_ONE:
+        amax = flush(split.abs().nan_to_num(0.0, torch.inf)).amax(-1)
+        scale = torch.where(amax > 0, multiply_ftz(amax, torch.tensor(rule.element.reciprocal_max)), 1.0)
     else:
         amax = split.abs().amax(-1)
         scale = (amax * rule.element.reciprocal_max).clamp(min=SCALE_FLOOR)
@@ -154,6 +163,8 @@ def quantize_activation(
         applied = split / scale[..., None]
     elif rule.apply is Apply.RECIPROCAL:
         applied = split * (1 / scale)[..., None]
+    elif rule.apply is Apply.DIVIDE_APPROX:
+        applied = div_approx(split, scale[..., None]).nan_to_num(-rule.element.max, torch.inf, -torch.inf)
     else:
         applied = split * torch.tensor(1 / static_scale, dtype=torch.float32)
     if rule.tiny_path and rule.source is ScaleSource.AMAX:
@@ -182,3 +193,17 @@ def quantize_fp8_block_128(weight: torch.Tensor, element: Format, parts: int) ->
     scale = (split.abs().amax((0, 2, 4)) * element.reciprocal_max).clamp(min=SCALE_FLOOR)
     codes = encode(split / scale[None, :, None, :, None], element, cast_overflow(element))
     return Quantized(codes.reshape(weight.shape), scale)
+
+
+def quantize_fp8_block_128_apart(weight: torch.Tensor, element: Format) -> Quantized:
+    """One float32 scale per 128 x 128 block in canonical row order: amax * float32(1/max), 1 for zeros.
+
+    weight: `[N, K]`; a true division, then a clamp to +-max. A NaN makes the scale 1 and stays a single NaN, so that
+    the rest of its block is cut at max. scales: `[N / 128, K / 128]`.
+    Source: FlashInfer 0.7.4, `push_style_megamoe/shim/weights.py`.
+    """
+    split = weight.float().reshape(-1, 128, weight.shape[-1] // 128, 128)
+    amax = split.abs().amax((1, 3))
+    scale = torch.where(amax > 0, amax * element.reciprocal_max, 1.0)
+    clamped = (split / scale[:, None, :, None]).clamp(-element.max, element.max)
+    return Quantized(encode(clamped, element, Overflow.NAN).reshape(weight.shape), scale)

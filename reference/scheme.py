@@ -30,11 +30,14 @@ class Weights(Enum):
     MXFP4 = "code * 2^offset, exact within 11 octaves of the expert's largest scale; 2^n per expert"
     FP8_PER_EXPERT = "FP8 codes; one float32 scale per expert"
     FP8_BLOCK_128 = "FP8 codes; a float32 scale per 128 x 128 block of the kernel's row order"
+    FP8_BLOCK_128_APART = "FP8 codes; a float32 scale per 128 x 128 block, gate rows apart from up rows; 1 for zeros"
     BF16 = "bf16, no scale"
 
 
 class ScaleSource(Enum):
     AMAX = "amax of the block, times float32(1/max)"
+    #: Compiled with nvcc's -use_fast_math: float32 subnormals are zeros, so that the scale of a tiny block can be 0.
+    AMAX_OR_ONE = "amax of the block's numbers, NaN not seen, times float32(1/max); 1 for a block of zeros"
     STATIC = "a constant from calibration"
 
 
@@ -48,6 +51,8 @@ class Apply(Enum):
     RECIPROCAL = "multiplication by float32(1 / float32(scale))"
     #: What torch's CUDA division by a Python number does (2.11). Differs where the scale is no float32.
     RECIPROCAL_OF_NUMBER = "multiplication by float32(1 / scale), the scale a Python number"
+    #: Division under -use_fast_math, then fmax and fmin, of which a NaN comes out as the first of the two limits.
+    DIVIDE_APPROX = "multiplication by rcp.approx(scale), float32 subnormals as zeros; NaN becomes -max"
 
 
 class Place(Enum):
@@ -66,6 +71,14 @@ class KOrder(Enum):
     KPERM64 = "within each 64: elements 16q + (0..7) first, then 16q + (8..15)"
 
 
+class Swiglu(Enum):
+    """SwiGLU of gate and up, after the clamp. Every product is a float32."""
+
+    UP_FIRST = "up * gate * sigmoid(gate) * routing weight"
+    #: Compiled with -use_fast_math: float32 subnormals are zeros.
+    FAST_BF16 = "bf16(gate / (1 + 2^(-gate * log2 e)) * up), of gate and up rounded to bf16, by div.approx"
+
+
 class Combine(Enum):
     """Which top-k slots are summed, and how. In float32 means: slots ascending, rounded to bf16 once."""
 
@@ -80,14 +93,22 @@ class Combine(Enum):
     #: The number of EP ranks enters the arithmetic. On a GPU the slots of one rank add in order of arrival, which shows
     #: in no bit unless terms are many orders of magnitude apart; the reference takes slots ascending.
     GROUPED = "in float32 over each rank's slots, rounded to the wire's format, then in float32 over ranks ascending"
+    #: Here and below float32 subnormals are zeros: compiled with -use_fast_math.
+    WEIGHTED_ROUTES = "routing weight * term, rounded to the wire's format, then fma(code, scale, sum) over live slots"
+    WEIGHTED_GROUPS = "fma(routing weight, term, sum) over each rank's slots, then as before over ranks ascending"
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the routing weight comes in here, and not with the SwiGLU output."""
+        return self in (Combine.WEIGHTED, Combine.WEIGHTED_ROUTES, Combine.WEIGHTED_GROUPS)
 
 
 @dataclass(frozen=True)
 class ActivationQuant:
     """float32 rows to FP8 codes and float32 scales, or to FP4 codes and FP8 scales.
 
-    scale = max(float32(amax * float32(1/element.max)), 1e-30) per block; code = element(value applied to scale). With a
-    scale format there is a norm constant and another rule, see `quantize_activation`.
+    scale = max(float32(amax * float32(1/element.max)), 1e-30) per block, but see `source`; code = element(value applied
+    to scale). With a scale format there is a norm constant and another rule, see `quantize_activation`.
     """
 
     element: Format
@@ -142,6 +163,9 @@ class Scheme:
     input_norm_const: float = 1.0
     nan_clamps: bool = False  #: the clamp turns NaN into the limit (PTX min without .NaN); else NaN passes
     wire: Format | None = None  #: of a rank's sums under Combine.GROUPED, one UE8M0 scale per 32; None: bf16
+    wire_rule: ActivationQuant | None = None  #: the same under WEIGHTED_ROUTES and WEIGHTED_GROUPS; None: bf16
+    swiglu: Swiglu = Swiglu.UP_FIRST
+    quantized_inputs: bool = True  #: tokens may come quantized, with their scales
     evidence: Evidence = Evidence.MODELLED
 
     def __str__(self) -> str:

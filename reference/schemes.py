@@ -11,7 +11,19 @@ from typing import Any
 import torch
 
 from .formats import E2M1, E4M3, E5M2, Format, Overflow, cast_overflow
-from .scheme import ActivationQuant, Apply, Combine, Evidence, Gemm, KOrder, Place, ScaleSource, Scheme, Weights
+from .scheme import (
+    ActivationQuant,
+    Apply,
+    Combine,
+    Evidence,
+    Gemm,
+    KOrder,
+    Place,
+    ScaleSource,
+    Scheme,
+    Swiglu,
+    Weights,
+)
 from .tensor_core import BLACKWELL_NVFP4, HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, TensorCore
 
 # --- packed FP4 weights, FP8 activations: NVFP4 and MXFP4 share everything but the weight operand ---------------
@@ -132,6 +144,40 @@ _FP8 = (
 )
 
 
+# --- the push kernel: FP8 blocks of 128 on every leg, the combine's too -------------------------------------------
+
+#: One rule for tokens, SwiGLU outputs and what travels back. The file is compiled with nvcc's -use_fast_math.
+_FAST_128 = ActivationQuant(E4M3, 128, ScaleSource.AMAX_OR_ONE, Apply.DIVIDE_APPROX, Overflow.SATURATE)
+#: DeepGEMM's kernels, compiled without it: the scales' product rounded, then fma(product, chain, sum).
+_DEEP_GEMM = Gemm(HOPPER_E4M3, 128, promote=Place.BOTH, epilogue=Place.NONE)
+
+_PUSH = Scheme(
+    name="sm90_fp8_fp8_bf16_push_cuda",
+    # payload_dtype and dedup_dispatch move the quantization and the rows, fuse_fc1_epilogue fuses stages: the same
+    # bits, but that the fused ones keep float32 subnormals.
+    knobs={"combine_dtype": ("fp8",), "grouped_combine": (True,)},
+    weights=Weights.FP8_BLOCK_128_APART,
+    stage=_FAST_128,
+    fc1=_DEEP_GEMM,
+    requantize=_FAST_128,
+    fc2=_DEEP_GEMM,
+    combine=Combine.WEIGHTED_GROUPS,
+    hidden_multiple=128,
+    intermediate_multiple=128,
+    packed_weights=True,
+    dense_weights=(torch.bfloat16,),
+    gate_up_clamp=None,
+    wire_rule=_FAST_128,
+    swiglu=Swiglu.FAST_BF16,
+    quantized_inputs=False,
+    evidence=Evidence.VERIFIED,
+)
+_PUSH_ROUTES = replace(
+    _PUSH, knobs={"combine_dtype": ("fp8",), "grouped_combine": (False,)}, combine=Combine.WEIGHTED_ROUTES
+)
+_PUSH_BF16 = replace(_PUSH_ROUTES, knobs={"combine_dtype": ("bf16",), "grouped_combine": (False,)}, wire_rule=None)
+
+
 # --- SM100: NVFP4 weights and activations, block-scaled by the tensor core -----------------------------------------
 
 _BLOCKS = ActivationQuant(E2M1, 16, ScaleSource.AMAX, Apply.RECIPROCAL, Overflow.SATURATE, scale=E4M3)
@@ -157,11 +203,8 @@ _SM100_NVFP4 = Scheme(
 
 def _reduced_in_kernel(record: Scheme) -> tuple[Scheme, Scheme]:
     """The record without and with the opt-in sum of routes inside fc2."""
-    knob = "enable_in_kernel_fc2_reduce"
-    without = replace(record, knobs={**record.knobs, knob: (False,)})
-    evidence = Evidence.VERIFIED if record in (_FP8[0], _FP8[-2], _BF16) else Evidence.MODELLED
-    knobs = {**record.knobs, knob: (True,)}
-    return without, replace(record, knobs=knobs, combine=Combine.ON_ARRIVAL, evidence=evidence)
+    without, reduced = ({**record.knobs, "enable_in_kernel_fc2_reduce": (value,)} for value in (False, True))
+    return replace(record, knobs=without), replace(record, knobs=reduced, combine=Combine.ON_ARRIVAL)
 
 
 _WITHOUT, _REDUCED = zip(*map(_reduced_in_kernel, (*_FP8, _BF16, _SM100_NVFP4)), strict=True)
@@ -172,7 +215,13 @@ _SM100_LATE = replace(
 )
 
 #: Every record. The first of each name has FlashInfer's default knobs.
-SCHEMES: tuple[Scheme, ...] = (_NVFP4, _NVFP4_NATURAL, _MXFP4, *_WITHOUT, *_REDUCED, _SM100_LATE)
+SCHEMES: tuple[Scheme, ...] = (
+    *(_NVFP4, _NVFP4_NATURAL, _MXFP4),
+    *_WITHOUT,
+    *_REDUCED,
+    _SM100_LATE,
+    *(_PUSH, _PUSH_ROUTES, _PUSH_BF16),
+)
 
 _STATIC_SCALES = ("fc1_activation_dequant_scale", "fc2_activation_dequant_scale")
 
@@ -199,7 +248,7 @@ def find_scheme(name: str, **options: Any) -> Scheme:
     tensor, `fc1_activation_dequant_scale` and `fc2_activation_dequant_scale`. The names are those of FlashInfer's
     config classes; what is left out takes FlashInfer's default. SM100 has `apply_routing_weights_before_fc2`,
     `enable_in_kernel_fc2_reduce`, `gate_up_clamp` and `input_norm_const`; its quantized combine, SwiGLU constants, SiTU
-    and per-token scales are refused.
+    and per-token scales are refused. The push kernel has `combine_dtype` and `grouped_combine`, and no clamp.
 
     Raises ValueError for an unknown name, option or value, listing what is allowed.
     """
@@ -263,7 +312,8 @@ def _grouped(options: dict[str, Any], record: Scheme) -> tuple[dict[str, Any], S
         raise ValueError("grouped_token_back: True is not possible with enable_in_kernel_fc2_reduce")
     knobs = {**record.knobs, "grouped_token_back": (True,), "combine_format": (wire,)}
     evidence = Evidence.VERIFIED if record is _WITHOUT[len(_FP8) - 2] else Evidence.MODELLED
-    return rest, replace(record, knobs=knobs, combine=Combine.GROUPED, wire=_WIRES[wire], evidence=evidence)
+    changes = {"combine": Combine.GROUPED, "wire": _WIRES[wire], "hidden_multiple": 512}  # sums in chunks of 512
+    return rest, replace(record, knobs=knobs, evidence=evidence, **changes)
 
 
 def options_of(scheme: Scheme) -> dict[str, Any]:
@@ -275,6 +325,8 @@ def options_of(scheme: Scheme) -> dict[str, Any]:
 
 def _numbers(scheme: Scheme) -> tuple[str, ...]:
     """The options that are fields of the record."""
+    if scheme.swiglu is Swiglu.FAST_BF16:
+        return ()
     if scheme.stage is None:
         return ("gate_up_clamp",)
     static = scheme.stage.source is ScaleSource.STATIC

@@ -80,8 +80,8 @@ class Stage:
     |------------|--------------------------------------------------------------------------------------------------|
     | stage      | values `[T, H]` in the operand's dtype, scales `[T, blocks]`: the quantized tokens               |
     | dispatch   | values, scales, topk_weights, expert, source_rank, token, slot: one row per received route       |
-    | fc1        | gate, up `[routes, I]` float32, descaled                                                         |
-    | activation | values `[routes, I]` float32: SwiGLU times the routing weight (not under Combine.WEIGHTED)       |
+    | fc1        | gate, up `[routes, I]` float32, descaled (under Swiglu.FAST_BF16 rounded to bf16)                |
+    | activation | values `[routes, I]` float32: SwiGLU times the routing weight (not if `Combine.weighted`)        |
     | requantize | values `[routes, I]` in the operand's dtype, scales `[routes, blocks]`                           |
     | fc2        | values `[routes, H]` bf16, descaled: what travels back                                           |
     | combine    | terms `[T, top_k, H]` bf16 as they arrived, values `[T, H]` bf16: the output                     |

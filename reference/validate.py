@@ -14,6 +14,7 @@ MAX_TOP_K = 32
 
 _PACKED_FP4 = (Weights.NVFP4, Weights.NVFP4_BLOCK_SCALED, Weights.MXFP4)
 _NVFP4 = (Weights.NVFP4, Weights.NVFP4_BLOCK_SCALED)
+_BLOCK_128 = (Weights.FP8_BLOCK_128, Weights.FP8_BLOCK_128_APART)
 
 
 class InputError(ValueError):
@@ -80,7 +81,7 @@ def _check_tokens(scheme: Scheme, inputs: MoEInputs, hidden: int, max_tokens: in
         allowed = "None when hidden_states is bf16: the scheme makes its own"
         require(scales is None, "scales", allowed, "a tensor", rank)
         return
-    if scheme.stage is None or scheme.stage.element.dtype is None:
+    if scheme.stage is None or scheme.stage.element.dtype is None or not scheme.quantized_inputs:
         raise InputError(f"hidden_states (rank {rank}) must be bfloat16, got {x.dtype}")
     staged = scheme.stage.element.dtype
     require(x.dtype is staged, "hidden_states", f"bfloat16, or {staged} with scales", x.dtype, rank)
@@ -171,7 +172,7 @@ def _check_scales(scheme: Scheme, weights: MoEWeights, leg: str, k: int) -> None
         **dict.fromkeys(_NVFP4, ((torch.uint8, torch.float8_e4m3fn), [experts, rows, k // NVFP4_BLOCK])),
         Weights.MXFP4: ((torch.uint8,), [experts, rows, k // MX_BLOCK]),
         Weights.FP8_PER_EXPERT: ((torch.float32,), [experts]),
-        Weights.FP8_BLOCK_128: ((torch.float32,), [experts, rows // 128, k // 128]),
+        **dict.fromkeys(_BLOCK_128, ((torch.float32,), [experts, rows // 128, k // 128])),
     }[scheme.weights]
     fits = scale.dtype in dtypes and list(scale.shape) == shape
     require(fits, f"{leg}_scale", f"{' or '.join(map(str, dtypes))} {shape}", _describe(scale))

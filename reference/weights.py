@@ -17,6 +17,7 @@ from .quantize import (
     NVFP4_BLOCK,
     blocks,
     quantize_fp8_block_128,
+    quantize_fp8_block_128_apart,
     quantize_fp8_per_expert,
     quantize_nvfp4,
     quantize_nvfp4_with_norm,
@@ -50,7 +51,7 @@ def load_operand(scheme: Scheme, weights: MoEWeights, leg: str, expert: int) -> 
         spread = spread if own is None else own
     else:
         scale = scale[expert]
-    if scheme.weights in (Weights.FP8_PER_EXPERT, Weights.FP8_BLOCK_128):
+    if scheme.weights in (Weights.FP8_PER_EXPERT, Weights.FP8_BLOCK_128, Weights.FP8_BLOCK_128_APART):
         return _fp8(scheme, payload, scale, leg)
     if scheme.weights is Weights.MXFP4:
         return mxfp4_operand(payload, scale)
@@ -77,6 +78,9 @@ def quantize_leg(
     if scheme.weights is Weights.FP8_PER_EXPERT:
         dense = quantize_fp8_per_expert(weight, scheme.stage.element)
         return dense.codes, dense.scales.reshape(()), None
+    if scheme.weights is Weights.FP8_BLOCK_128_APART:
+        dense = quantize_fp8_block_128_apart(weight, scheme.stage.element)
+        return dense.codes, dense.scales, None
     dense = quantize_fp8_block_128(weight, scheme.stage.element, _parts(leg))
     return dense.codes, dense.scales, None
 
@@ -165,6 +169,6 @@ def _fp8(scheme: Scheme, payload: torch.Tensor, scale: torch.Tensor, leg: str) -
     values = decode(payload, scheme.stage.element)
     if scheme.weights is Weights.FP8_PER_EXPERT:
         return Operand(values, scale.reshape(1, 1))
-    # One scale row for each canonical row: block b of w13 covers gate rows 64b.. and up rows 64b..
-    parts = _parts(leg)
+    # One scale row for each canonical row: block b of w13 covers gate rows 64b.. and up rows 64b.., if not apart.
+    parts = 1 if scheme.weights is Weights.FP8_BLOCK_128_APART else _parts(leg)
     return Operand(values, scale[None, :, None].expand(parts, -1, 128 // parts, -1).reshape(payload.shape[0], -1))

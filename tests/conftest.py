@@ -1,8 +1,9 @@
-"""The hardware that tests may ask for, and a last word on what a run left out."""
+"""The hardware that tests may ask for, quick GEMMs, and a last word on what a run left out."""
 
 from collections.abc import Iterator
 
 import pytest
+from quick_gemms import compiled_tensor_core
 
 from fp4ep.parity.sides import missing_for_flashinfer_sm90
 
@@ -15,6 +16,13 @@ def flashinfer_sm90() -> None:
     reason = missing_for_flashinfer_sm90()
     if reason:
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def quick_gemms() -> Iterator[None]:
+    """The reference's GEMMs compiled, in this process, for modules that test something else."""
+    with compiled_tensor_core():
+        yield
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -80,8 +80,8 @@ def run(layer: MoELayer, weights: MoEWeights, inputs: LayerInputs) -> list[float
     return value_of(output)
 
 
-def problem(scheme: Scheme, count: int = 12) -> tuple[MoEWeights, LayerInputs]:
-    made = Problem(scheme.name, options_of(scheme), (count,), EXPERTS, 2, HIDDEN, 128).build()
+def problem(scheme: Scheme, count: int = 12, hidden: int = HIDDEN) -> tuple[MoEWeights, LayerInputs]:
+    made = Problem(scheme.name, options_of(scheme), (count,), EXPERTS, 2, hidden, 128).build()
     return made.weights, LayerInputs(made.inputs[0].hidden_states, normal(77, (count, EXPERTS), 1.0).float())
 
 

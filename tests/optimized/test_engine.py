@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fp4ep.optimized import engine_cpu
+from fp4ep.optimized.emulation import NOT_EMULATED
 from fp4ep.optimized.engine_cpu import fast_forward, missing_for_engine
 from fp4ep.parity.order_set import reachable
 from fp4ep.parity.problem import Layer, problems
@@ -15,14 +16,14 @@ from fp4ep.parity.replay import compare_bits, shipped_recordings, split_tokens
 from fp4ep.parity.sides import SIDES
 from fp4ep.reference.exchange import exchange_in_process
 from fp4ep.reference.moe import moe_forward
-from fp4ep.reference.scheme import Combine, Scheme, Weights
+from fp4ep.reference.scheme import Combine, Scheme
 from fp4ep.reference.schemes import SCHEMES as ALL_SCHEMES
 from fp4ep.reference.schemes import find_scheme, options_of
 from fp4ep.reference.types import MoEInputs, MoEWeights, Trace
 
 needs_numba = pytest.mark.skipif(missing_for_engine() is not None, reason=str(missing_for_engine()))
 
-SCHEMES = [scheme for scheme in ALL_SCHEMES if scheme.weights is not Weights.NVFP4_BLOCK_SCALED]
+SCHEMES = [scheme for scheme in ALL_SCHEMES if scheme.weights not in NOT_EMULATED]
 NVFP4 = SCHEMES[0]
 MXFP4 = find_scheme("sm90_fp8_mxfp4_bf16_pull_cutedsl")
 #: The first of the schemes that read weights and quantize alike.
@@ -163,10 +164,12 @@ def test_a_token_alone_gives_what_it_gives_in_a_batch():
 # --- what it refuses ---------------------------------------------------------------------------------------------
 
 
-def test_fp4_activations_are_refused():
-    scheme = next(s for s in ALL_SCHEMES if s.weights is Weights.NVFP4_BLOCK_SCALED)
+@pytest.mark.parametrize("weights", NOT_EMULATED)
+def test_what_it_lacks_is_refused(weights):
+    scheme = next(s for s in ALL_SCHEMES if s.weights is weights)
     at = layer(NVFP4, "values at ties")
-    with pytest.raises(ValueError, match=r"^scheme: the engine has no FP4 activations and cannot run sm100_nvfp4"):
+    what = f"^scheme: the engine has no {NOT_EMULATED[weights]} and cannot run {scheme.name}"
+    with pytest.raises(ValueError, match=what):
         run(replace(at, scheme=scheme))
 
 

@@ -5,14 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4ep.optimized.emulation import Operand
+from fp4ep.optimized.emulation import NOT_EMULATED, Operand
 from fp4ep.optimized.engine_cpu import expert_gemm, matmul, missing_for_engine, sigmoid
 from fp4ep.parity.recording import Recording
 from fp4ep.parity.replay import _OPERANDS, TENSOR_CORES, shipped_recordings
 from fp4ep.reference import gemm as reference_gemm
 from fp4ep.reference import tensor_core, weights
 from fp4ep.reference.formats import decode
-from fp4ep.reference.scheme import Weights
 from fp4ep.reference.schemes import SCHEMES
 from fp4ep.reference.special import ex2_approx, rcp_approx
 from fp4ep.reference.tensor_core import BLACKWELL_NVFP4, HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, TensorCore
@@ -22,7 +21,7 @@ if reason := missing_for_engine():
 
 CORES = (HOPPER_E4M3, HOPPER_E5M2, HOPPER_BF16)
 DTYPES = {HOPPER_E4M3: torch.float8_e4m3fn, HOPPER_E5M2: torch.float8_e5m2, HOPPER_BF16: torch.bfloat16}
-HOPPER = [s for s in SCHEMES if s.weights is not Weights.NVFP4_BLOCK_SCALED]
+HOPPER = [s for s in SCHEMES if s.weights not in NOT_EMULATED]
 RULES = {(rule, s.name): rule for s in HOPPER for rule in (s.fc1, s.fc2)}
 for_each_core = pytest.mark.parametrize("core", CORES, ids=str)
 

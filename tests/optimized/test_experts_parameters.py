@@ -16,6 +16,8 @@ from fp4ep.optimized.experts import KERNEL_ALPHA_NAMES, KERNEL_WEIGHT_NAMES
 from fp4ep.optimized.mega_kernel import KernelRequest
 from fp4ep.parity.reference_kernel import ReferenceKernel
 
+pytestmark = pytest.mark.usefixtures("quick_gemms")
+
 backends = pytest.mark.parametrize("backend", BACKENDS, ids=label)
 containers = pytest.mark.parametrize("container", [Module, SimpleNamespace])
 

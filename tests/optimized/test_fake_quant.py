@@ -8,6 +8,7 @@ from functools import cache, partial
 import pytest
 import torch
 
+from fp4ep.optimized.emulation import NOT_EMULATED
 from fp4ep.optimized.emulation import cast as _cast
 from fp4ep.optimized.emulation import combine as _combine
 from fp4ep.optimized.emulation import quantize as _quantize
@@ -28,10 +29,10 @@ NAN, INF = float("nan"), float("inf")
 U = 2.0**-24  # unit roundoff of float32
 ETA = 2.0**-149  # float32's smallest number: bounds what underflow costs one operation
 
-#: FP4 activations it refuses: see tests/parity/test_tolerance.py.
-SCHEMES = [scheme for scheme in ALL_SCHEMES if scheme.weights is not Weights.NVFP4_BLOCK_SCALED]
+#: Others it refuses: see tests/parity/test_tolerance.py.
+SCHEMES = [scheme for scheme in ALL_SCHEMES if scheme.weights not in NOT_EMULATED]
 for_each_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-SUMS = [rule for rule in Combine if rule is not Combine.WEIGHTED]
+SUMS = [rule for rule in Combine if not rule.weighted]
 #: The first of the schemes that differ in instructions, chains and combine only; and of those that differ in the first
 #: two only, which the emulation does not have.
 QUANTIZING = list({(s.weights, s.stage): s for s in reversed(SCHEMES)}.values())

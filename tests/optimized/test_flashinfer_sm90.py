@@ -18,6 +18,7 @@ from fp4ep.reference.schemes import find_scheme
 from fp4ep.reference.types import MoEInputs, MoEWeights
 
 NVFP4 = "sm90_fp8_nvfp4_bf16_pull_cutedsl"
+PUSH = "sm90_fp8_fp8_bf16_push_cuda"
 E, H, I, T, TOP_K = 8, 512, 256, 8, 4  # noqa: E741
 
 
@@ -81,6 +82,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "MoEEpLayer": Layer,
         "MoEEpTensors": make_dataclass("MoEEpTensors", ("hidden_states", "topk_ids", "topk_weights", "scales")),
         "Sm90_Fp8_Nvfp4_Bf16_PullCutedsl_MegaMoeConfig": SimpleNamespace,
+        "Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig": SimpleNamespace,
     }
     plain = ("BootstrapConfig", "FleetParams", "MegaConfig", "MoEWeightPack")
     runtime = {"bootstrap_moe_ep_runtime": start, "finalize_moe_ep_runtime": stop, "NVSHMEM": "", "TORCH_DIST": ""}
@@ -138,6 +140,15 @@ def test_one_rank_needs_no_runtime(asked):
     assert (asked.started, asked.destroyed, len(asked.launched)) == (0, 1, 4)
     assert torch.equal(asked.layer["weights"].w13, weights.w13)
     assert torch.equal(asked.launched[0].topk_ids, inputs.topk_ids.flip(0))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(NVFP4, torch.int64), (PUSH, torch.int32)])
+def test_ids_are_what_the_kernel_takes(asked, name, dtype):
+    weights, (inputs,) = layer(T)
+    run_megakernel(name, {}, weights, inputs, max_tokens_per_rank=T, previous_topk_ids=inputs.topk_ids.flip(0))
+    assert [tensors.topk_ids.dtype for tensors in asked.launched] == [dtype] * 4
+    assert torch.equal(asked.launched[0].topk_ids.long(), inputs.topk_ids.flip(0))
+    assert torch.equal(asked.launched[-1].topk_ids.long(), inputs.topk_ids)
 
 
 def main() -> None:

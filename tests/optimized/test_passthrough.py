@@ -9,6 +9,8 @@ from fp4ep.optimized.config import FusedMoEActivationFormat
 from fp4ep.optimized.experts import PassThroughPrepareAndFinalize, TopKWeightAndReduceNoOP, run_experts
 from fp4ep.parity.reference_kernel import ReferenceKernel
 
+pytestmark = pytest.mark.usefixtures("quick_gemms")
+
 backends = pytest.mark.parametrize("backend", BACKENDS, ids=label)
 
 

@@ -21,6 +21,8 @@ from fp4ep.parity.flashinfer_record import CORPORA, Kernels, record_corpus
 from fp4ep.parity.reference_kernel import ReferenceKernel
 from fp4ep.reference import find_scheme, moe_forward
 
+pytestmark = pytest.mark.usefixtures("quick_gemms")
+
 SOURCE = {"hardware": "a test", "flashinfer": "none"}
 
 
@@ -61,7 +63,10 @@ def test_problems_are_recorded(monkeypatch, tmp_path):
 
 
 def test_ranks_are_recorded(monkeypatch, tmp_path):
+    """bf16 alone, on smaller experts."""
     monkeypatch.setattr(corpus_ranks, "CASES", [case for case in corpus_ranks.CASES if "bf16_bf16" in case[1]])
+    for size, small in (("_HIDDEN", 256), ("_INTERMEDIATE", 128)):
+        monkeypatch.setattr(corpus_ranks, size, small)
     writer, said = RecordingWriter("a test", SOURCE), []
     build_ranks(writer, lambda *given: [reference(*given[:4])] * 3, said.append)
     writer.write(tmp_path / "made.safetensors")
@@ -71,8 +76,9 @@ def test_ranks_are_recorded(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("stem", ["h200_problems", "h200_two_ranks"])
 def test_the_scripts_declare_what_is_shipped(monkeypatch, stem):
-    """Titles, schemes, options and every tensor but the outputs, by checksum."""
+    """Titles, schemes, options and every tensor but the outputs, by checksum; none is packed, for none is written."""
     there = shipped(stem)
+    monkeypatch.setattr("fp4ep.parity.recording._pack", lambda tensor: tensor)
     writer = RecordingWriter("a test", SOURCE)
 
     def recorded(scheme, options, weights, inputs, capacity):

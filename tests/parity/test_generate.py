@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4ep.parity import generate
-from fp4ep.parity.generate import GENERATORS, integers, mt19937, normal
+from fp4ep.parity.generate import GENERATORS, codes, integers, mt19937, normal
 
 #: A recording rebuilds its tensors by these rules: a change of any makes every shipped recording unreadable.
 SAMPLES = [
@@ -21,6 +21,21 @@ SAMPLES = [
         "normal",
         {"seed": 7, "shape": [33], "scale": 0.06},
         "ed78418bfdb0a70ae08ff79503146d6b0c1b2c10a8f1aad8315073198dca746c",
+    ),
+    (
+        "normal",
+        {"seed": 7, "shape": [33], "scale": 1.0, "dtype": "float8_e5m2"},
+        "bf2f18530bad0bb08fc8ccaf6612b0ef576474184a6b337462ba9a31d3e11ffc",
+    ),
+    (
+        "codes",
+        {"seed": 7, "shape": [3, 11], "dtype": "float8_e4m3fn", "low": 0, "high": 126},
+        "a4f5d8baab662bbaa3428e93e4a03c2a2e00feab5851b06c893f5bf6fc4c7ad1",
+    ),
+    (
+        "codes",
+        {"seed": 7, "shape": [33], "dtype": "float32", "low": 0x3F800000, "high": 0x3FFFFFFF},
+        "3a860e9e073b3309c4eef8cf3f1baf30d5a3bd5a6bb891cd3d3c49fce70ed0a1",
     ),
     (
         "integers",
@@ -66,6 +81,43 @@ def test_normal_is_the_sum_of_four_halfwords():
 def test_integers_is_the_remainder():
     words = np.random.PCG64(3).random_raw(50).tolist()
     assert integers(3, [50], 105, 124).tolist() == [word % 20 + 105 for word in words]
+
+
+def test_normal_is_rounded_once():
+    """From float32 to the type asked for: through bf16 some of these would be rounded twice."""
+    words = np.random.PCG64(3).random_raw(2000).tolist()
+    exact = [np.float32((sum(w >> s & 0xFFFF for s in (0, 16, 32, 48)) - 2 * 65535) / 37837.0) for w in words]
+    expected = torch.from_numpy(np.array(exact))
+    assert torch.equal(normal(3, [2000], 1.0, "float16"), expected.half())
+    found = normal(3, [2000], 1.0, "float8_e4m3fn")
+    assert torch.equal(found.view(torch.uint8), expected.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_codes_are_sign_and_remainder():
+    """The first bit of a word is the sign, the others draw the magnitude."""
+    words = np.random.PCG64(3).random_raw(50).tolist()
+    expected = [(word >> 63 << 15) + 0x3C00 + word % (1 << 63) % 0x400 for word in words]
+    drawn = codes(3, [50], "float16", 0x3C00, 0x3FFF)
+    assert drawn.dtype is torch.float16
+    assert drawn.view(torch.int16).tolist() == [code - (code >> 15 << 16) for code in expected]
+    assert 1 <= float(drawn.abs().min()) <= float(drawn.abs().max()) < 2
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "bfloat16", "float32"])
+def test_codes_range(monkeypatch, dtype):
+    """Both ends with both signs, from the extreme words."""
+    sign = 1 << 8 * getattr(torch, dtype).itemsize - 1
+    monkeypatch.setattr(generate, "_words", lambda seed, count: np.array([0, ONES >> 1, 1 << 63, ONES], np.uint64))
+    integer = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[getattr(torch, dtype).itemsize]
+    last = (ONES >> 1) % 5 + 3
+    assert codes(0, [4], dtype, 3, 7).view(integer).tolist() == [3, last, sign + 3, sign + last]
+    assert codes(0, [4], dtype, 0, sign - 1).view(integer).tolist() == [0, sign - 1, sign, 2 * sign - 1]
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 3), (4, 3), (0, 128)])
+def test_codes_beyond_the_type(low, high):
+    with pytest.raises(ValueError, match=r"low and high must be 0 <= low <= high < 0x80 for float8_e5m2, got "):
+        codes(0, [4], "float8_e5m2", low, high)
 
 
 def test_mt19937_is_the_stream_of_the_original_code():

@@ -27,6 +27,8 @@ from fp4ep.parity.summary import beside, firsts, name_of, verdict
 from fp4ep.reference.moe import Intervention
 from fp4ep.reference.types import Trace
 
+pytestmark = pytest.mark.usefixtures("quick_gemms")
+
 pytest.importorskip("matplotlib", reason="matplotlib (fp4ep[report]) is not installed")
 
 PROBLEM = Problem(NVFP4, {"nvfp4_kperm": 64}, tokens=(6, 4), hidden=256)

@@ -163,12 +163,18 @@ def base(request: pytest.FixtureRequest) -> Base:
     return base_of(*CASES[request.param])
 
 
+def by_ranks(scheme: Scheme) -> list[str]:
+    """What depends on how tokens and experts are spread over ranks."""
+    return ["output"] * (scheme.combine is Combine.WEIGHTED_GROUPS)
+
+
 # --- nothing changes ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: "+".join(map(str, split)))
 def test_number_of_ranks(base, split):
-    assert base.facts.differing(facts(dealt(base.layer, split))) == []
+    differing = base.facts.differing(facts(dealt(base.layer, split)))
+    assert differing == by_ranks(base.layer.scheme)  # and they do depend on it
 
 
 @pytest.mark.parametrize(
@@ -184,7 +190,7 @@ def test_placement_of_experts(base, logical):
     layer = dealt(placed(base.layer, logical), (4,) * 4)
     assert layer.weights.num_experts == len(logical)
     assert not torch.equal(layer.inputs[0].topk_ids, base.layer.inputs[0].topk_ids[:4])
-    assert base.facts.differing(facts(layer)) == []
+    assert base.facts.differing(facts(layer)) == by_ranks(base.layer.scheme)
 
 
 def test_rank_order(base):
@@ -192,7 +198,7 @@ def test_rank_order(base):
     layer = dealt(base.layer, (5, 11))
     layer = replace(layer, inputs=layer.inputs[::-1])
     order = [*range(5, 16), *range(5)]
-    assert base.facts.of(order).differing(facts(layer)) == []
+    assert base.facts.of(order).differing(facts(layer)) == by_ranks(base.layer.scheme)
 
 
 def test_token_order(base):
@@ -228,7 +234,7 @@ def test_everything_at_once(scheme):
     rows = [11, 0, 4, None, 7, 15, 2, None, 9, 3, 1, 1]
     layer = dealt(placed(chosen(base.layer, rows), [5, 0, 1, 2, 3, 4, 5, 6, 7, 5, 2, 0]), (5, 0, 6, 1))
     found = facts(layer, max_tokens_per_rank=7).of([at for at, token in enumerate(rows) if token is not None])
-    assert base.facts.of([token for token in rows if token is not None]).differing(found) == []
+    assert base.facts.of([token for token in rows if token is not None]).differing(found) == by_ranks(scheme)
 
 
 @pytest.mark.parametrize("scheme", [NVFP4, BF16])
@@ -252,7 +258,7 @@ def test_slot_order_moves_bits(rule):
     scheme = next(scheme for scheme in SCHEMES if scheme.combine is rule)
     layer = Problem(scheme.name, options_of(scheme), tokens=(4,), top_k=8).build()
     x, w2 = layer.inputs[0], layer.weights.w2_global_scale
-    (layer.weights.w2 if w2 is None else w2)[0] *= 2.0**18
+    (layer.weights.w2 if w2 is None else w2)[0] *= 2.0 ** (18 if scheme.wire_rule is None else 22)  # E4M3 shows less
     x.topk_ids[:] = torch.tensor([0, *range(1, 7), 0])
     x.topk_weights[:, 7] = -x.topk_weights[:, 0]
     rolled = replace(x, topk_ids=x.topk_ids.roll(1, 1), topk_weights=x.topk_weights.roll(1, 1))

@@ -9,6 +9,8 @@ from fp4ep.parity import CASES, load_run, shipped_recordings
 from fp4ep.parity.__main__ import main
 from fp4ep.parity.summary import as_json
 
+pytestmark = pytest.mark.usefixtures("quick_gemms")
+
 SMALL = ["--tokens", "6"]
 
 

@@ -29,6 +29,7 @@ MXFP4 = "sm90_fp8_mxfp4_bf16_pull_cutedsl"
 FP8 = "sm90_fp8_fp8_bf16_pull_cutedsl"
 BF16 = "sm90_bf16_bf16_bf16_pull_cutedsl"
 SM100 = "sm100_nvfp4_nvfp4_bf16_cutedsl"
+PUSH = "sm90_fp8_fp8_bf16_push_cuda"
 SMALL = Problem(NVFP4, hidden=64, intermediate=64)
 
 #: A record for every staging rule: scales from the amax, static ones that are powers of two, and one that is not.
@@ -468,7 +469,7 @@ def test_str():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"scheme": "nvfp4"}, f"scheme: 'nvfp4' is not one of {SM100}, {BF16}, {FP8}, {MXFP4}, {NVFP4}"),
+        ({"scheme": "nvfp4"}, f"scheme: 'nvfp4' is not one of {SM100}, {BF16}, {FP8}, {PUSH}, {MXFP4}, {NVFP4}"),
         ({"options": {"nvfp4_kperm": 7}}, "nvfp4_kperm: 7 is not one of [64, 0, 32]"),
         ({"options": {"kperm": 64}}, f"kperm: {NVFP4}[nvfp4_kperm=64] has no such option"),
         ({"options": {"gate_up_clamp": -1}}, "gate_up_clamp must be a positive finite number or None, got -1"),

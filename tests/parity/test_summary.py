@@ -22,6 +22,8 @@ from fp4ep.reference.moe import Intervention
 from fp4ep.reference.scheme import Evidence
 from fp4ep.reference.types import Trace
 
+pytestmark = pytest.mark.usefixtures("quick_gemms")
+
 PROBLEM = Problem(NVFP4, {"nvfp4_kperm": 64}, tokens=(6, 4), hidden=128)
 SOURCE = {"hardware": "a test", "torch": "1.2.3"}
 

@@ -189,15 +189,26 @@ def test_combine_agrees_with_a_plain_loop(rule):
         for table, output in zip(routes, outputs, strict=True)
         for (_, source, token, slot), row in zip(as_tuples(table), output, strict=True)
     }
+    weighted = rule is not Combine.WEIGHTED and rule.weighted  # without a format on the wire, so by bf16
     for rank in range(4):
         workspace = torch.randn(len(ids[rank]), 4, 16, generator=g).bfloat16()
         weights = torch.rand(ids[rank].shape, generator=g)
-        found = combine(route_terms(returned[rank], workspace), ids[rank], rule, topk_weights=weights)
+        terms = route_terms(returned[rank], workspace)
+        found = combine(terms, ids[rank], rule, local_experts=1, topk_weights=weights)
         assert found.dtype is torch.bfloat16
         assert found.shape == (len(ids[rank]), 16)
         for token in range(len(ids[rank])):
             total = torch.zeros(16)
-            for slot in range(4):
+            if weighted:
+                sent: dict[int, torch.Tensor] = {}
+                for slot, expert in enumerate(ids[rank][token].tolist()):
+                    if expert >= 0:
+                        group = expert if rule is Combine.WEIGHTED_GROUPS else slot
+                        exact = rows[rank, token, slot].double() * float(weights[token, slot])
+                        sent[group] = (exact + sent.get(group, torch.zeros(16)).double()).float()
+                for group in sorted(sent):
+                    total = total + sent[group].bfloat16().float()
+            for slot in range(0 if weighted else 4):
                 if (rank, token, slot) in rows and rule is Combine.WEIGHTED:
                     exact = rows[rank, token, slot].double() * float(weights[token, slot]) + total.double()
                     total = exact.float()  # 8 + 24 bits and a sum of like magnitude: float64 has room

@@ -47,6 +47,8 @@ from fp4ep.reference.schemes import find_scheme
 from fp4ep.reference.types import Exactness, MoEInputs, Stage
 from fp4ep.reference.validate import InputError
 
+pytestmark = pytest.mark.usefixtures("quick_gemms")
+
 # --- the chain ---------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +151,7 @@ def test_placement_and_ranks_change_no_bit(scheme):
 def test_placement_shows_where_ranks_round():
     """The exception: grouped token-back rounds each rank's sum, so which experts share a rank is in the bits."""
     scheme = find_scheme(FP8, fp8_scale_mode="blockwise", grouped_token_back=True)
-    weights, inputs = problem(scheme)
+    weights, inputs = problem(scheme, hidden=512)
     ranks = spread(inputs, [6, 6])
     layer = MoELayer(scheme, RENORMALIZE, 4)
     outputs = [

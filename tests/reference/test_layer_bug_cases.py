@@ -51,6 +51,8 @@ from fp4ep.reference.routing import find_router
 from fp4ep.reference.scheme import Combine
 from fp4ep.reference.types import MoEInputs, MoEWeights
 
+pytestmark = pytest.mark.usefixtures("quick_gemms")
+
 # --- G: weights applied once, and where --------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ MXFP4 = "sm90_fp8_mxfp4_bf16_pull_cutedsl"
 FP8 = "sm90_fp8_fp8_bf16_pull_cutedsl"
 BF16 = "sm90_bf16_bf16_bf16_pull_cutedsl"
 SM100 = "sm100_nvfp4_nvfp4_bf16_cutedsl"
+PUSH = "sm90_fp8_fp8_bf16_push_cuda"
 NUMBERS = ("gate_up_clamp", "fc1_activation_dequant_scale", "fc2_activation_dequant_scale")
 
 
@@ -35,8 +36,9 @@ def test_one_record_for_each_combination_of_knobs():
             options = dict(zip(axes, values, strict=True))
             misplaced = options.get("fp8_scale_mode") == "blockwise" and options["mma_tiler_k"] == 256
             late = not options.get("apply_routing_weights_before_fc2", True)
-            # The kernel misplaces scales; FlashInfer refuses to sum in fc2 what is weighted after it.
-            if misplaced or (late and options["enable_in_kernel_fc2_reduce"]):
+            grouped_bf16 = options.get("combine_dtype") == "bf16" and options["grouped_combine"]
+            # The kernel misplaces scales; FlashInfer refuses to sum in fc2 what is weighted after it, and bf16 groups.
+            if misplaced or grouped_bf16 or (late and options["enable_in_kernel_fc2_reduce"]):
                 with pytest.raises(ValueError, match=f"no record of {name} for"):
                     find_scheme(name, **options)
             else:
@@ -57,6 +59,7 @@ def test_names_in_reports_are_unique():
         (BF16, {}, None),
         (SM100, {"apply_routing_weights_before_fc2": True, "enable_in_kernel_fc2_reduce": False}, None),
         (SM100, {"combine_dtype": "bf16", "activation": "swiglu", "swiglu_alpha": None}, None),
+        (PUSH, {"combine_dtype": "fp8", "grouped_combine": True}, None),
     ],
 )
 def test_defaults_are_flashinfers(name, options, clamp):
@@ -92,7 +95,7 @@ def test_numbers_are_filled_in():
 @pytest.mark.parametrize(
     ("name", "options", "start", "fragment"),
     [
-        ("nvfp4", {}, "name: no scheme 'nvfp4'", f"known: {SM100}, {BF16}, {FP8}, {MXFP4}, {NVFP4}"),
+        ("nvfp4", {}, "name: no scheme 'nvfp4'", f"known: {SM100}, {BF16}, {FP8}, {PUSH}, {MXFP4}, {NVFP4}"),
         (NVFP4, {"kperm": 64}, f"kperm: {NVFP4}[nvfp4_kperm=64] has no such option", "nvfp4_kperm, gate_up_clamp"),
         (
             BF16,
@@ -121,6 +124,8 @@ def test_numbers_are_filled_in():
         (SM100, {"enable_fc1_activation_per_token_scale": 1}, "enable_fc1_", "1 is not modelled for sm100"),
         (SM100, {"input_norm_const": None}, "input_norm_const must be a positive finite number, got None", ""),
         (NVFP4, {"combine_dtype": "bf16"}, "combine_dtype: ", "has no such option"),
+        (PUSH, {"gate_up_clamp": 10.0}, "gate_up_clamp: ", "it has combine_dtype, grouped_combine"),
+        (PUSH, {"combine_dtype": "bf16"}, f"combine_dtype: no record of {PUSH}", "[bf16,grouped_combine=False]"),
         (NVFP4, {"nvfp4_kperm": 16}, "nvfp4_kperm: 16 is not one of", "[64, 0, 32]"),
         (FP8, {"fp8_scale_mode": "mx"}, "fp8_scale_mode: 'mx' is not one of", "['per_tensor', 'blockwise']"),
         (FP8, {"kind": None}, "kind: None is not one of", "['fp8_e4m3', 'fp8_e5m2']"),

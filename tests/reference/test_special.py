@@ -1,12 +1,14 @@
-"""ex2.approx and rcp.approx: what the measured tables must satisfy, and the special values."""
+"""ex2.approx, rcp.approx, div.approx: the interpolator against its measured outputs, and the special values."""
 
+import hashlib
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from fp4ep.reference.special import ex2_approx, rcp_approx
+from fp4ep.reference import special
+from fp4ep.reference.special import EX2, EX2_SHA256, RCP, RCP_SHA256, Interpolator, div_approx, ex2_approx, rcp_approx
 
 INF, NAN = math.inf, math.nan
 MIN_NORMAL = 2.0**-126
@@ -33,6 +35,96 @@ def ex2_grid() -> torch.Tensor:
 def rcp_grid() -> torch.Tensor:
     """rcp_approx of every float32 in [1, 2)."""
     return rcp_approx(1 + torch.arange(MANTISSAS) * 2.0**-23)
+
+
+# --- the interpolator --------------------------------------------------------------------------------------------
+
+MEASURED = pytest.mark.parametrize(("unit", "sha256"), [(EX2, EX2_SHA256), (RCP, RCP_SHA256)], ids=["ex2", "rcp"])
+
+
+def digest(table: torch.Tensor) -> str:
+    return hashlib.sha256(table.numpy().astype("<f4").tobytes()).hexdigest()
+
+
+@MEASURED
+def test_every_output_is_the_measured_one(unit, sha256):
+    table = unit.table(unit.coefficients())
+    assert table.shape == (MANTISSAS,)
+    assert digest(table) == sha256
+
+
+@pytest.mark.parametrize("unit", [EX2, RCP], ids=["ex2", "rcp"])
+def test_coefficients_have_the_published_widths(unit):
+    """26, 16 and 10 bits for 2^6 and 2^7 segments; c0 has a leading one, but for rcp's first, which is 1 itself."""
+    c0, c1, c2 = unit.coefficients().T
+    assert len(c0) == {"ex2": 64, "rcp": 128}[unit.name]
+    ones = c0 == 1 << 26
+    assert ones.tolist() == [unit is RCP] + [False] * (len(c0) - 1)
+    assert bool(((c0 >= 1 << 25) & (c0 < 1 << 26) | ones).all())
+    assert bool((c1.abs() < 1 << 16).all())
+    assert bool((c1.sign() == {"ex2": 1, "rcp": -1}[unit.name]).all())
+    assert bool(((c2 > 0) & (c2 < 1 << 10)).all())
+    assert int(c1.abs().max()).bit_length() == 16
+    assert int(c2.max()).bit_length() == 10
+
+
+@pytest.mark.parametrize("unit", [EX2, RCP], ids=["ex2", "rcp"])
+@pytest.mark.parametrize("step", [-1, 1])
+@pytest.mark.parametrize("column", [0, 1, 2])
+def test_no_coefficient_can_be_another(unit, column, step):
+    """One more or less in any coefficient of any segment changes an output of that segment."""
+    rows = unit.coefficients()
+    good = unit.table(rows).view(len(rows), -1)
+    rows[:, column] += step
+    bad = unit.table(rows).view(len(rows), -1)
+    assert bool((good != bad).any(1).all())
+
+
+@MEASURED
+@pytest.mark.parametrize("step", [-1, 1])
+def test_nor_can_the_bias(unit, sha256, step):
+    other = Interpolator(unit.name, unit.segment_bits, unit.bias + step, unit.last_place)
+    assert digest(other.table(unit.coefficients())) != sha256
+
+
+@pytest.mark.parametrize(("unit", "segment"), [(EX2, 0), (EX2, 37), (EX2, 63), (RCP, 0), (RCP, 54), (RCP, 127)])
+def test_no_other_pair_fits_with_any_c0(unit, segment):
+    """result <= (c0' + c1 X + c2 square) / 2^15 < result + 1 bounds c0' from both sides: empty for every pair near."""
+    rows = unit.coefficients()[segment : segment + 1]
+    results = (unit.table(rows).double() * 2.0**-unit.last_place).long().numpy() << 15
+    width = 23 - unit.segment_bits
+    x, square = np.arange(1 << width), special._squares(width).numpy()
+    _, c1, c2 = rows[0].tolist()
+    fits = []
+    for near1 in range(-3, 4):
+        for near2 in range(-3, 4):
+            needed = results - (c1 + near1) * x - (c2 + near2) * square
+            if needed.max() - needed.min() < 1 << 15:
+                fits.append((near1, near2))
+    assert fits == [(0, 0)]
+
+
+@pytest.mark.parametrize("width", [16, 17])
+def test_squarer_drops_partial_products_below_its_last_place(width):
+    x = np.random.default_rng(width).integers(0, 1 << width, 500)
+    expected = np.zeros_like(x)
+    for i in range(width):
+        for j in range(width):
+            column = i + j + (i != j)  # b_i b_j and b_j b_i are one partial product, of twice the weight
+            if i >= j and column >= 2 * width - 15:
+                expected += (x >> i & 1) * (x >> j & 1) << column - (2 * width - 15)
+    squares = special._squares(width)
+    assert squares[torch.from_numpy(x)].tolist() == expected.tolist()
+    assert int(squares.max()).bit_length() == 15
+    lost = torch.arange(1 << width).double() ** 2 * 2.0 ** (15 - 2 * width) - squares
+    assert float(lost.min()) == 0
+    assert float(lost.max()) > 1  # more than flooring the whole square would lose
+
+
+@MEASURED
+def test_squarer_that_floors_the_whole_square_is_refuted(unit, sha256, monkeypatch):
+    monkeypatch.setattr(special, "_squares", lambda width: torch.arange(1 << width) ** 2 >> 2 * width - 15)
+    assert digest(unit.table(unit.coefficients())) != sha256
 
 
 # --- ex2 ---------------------------------------------------------------------------------------------------------
@@ -127,6 +219,31 @@ def test_ex2_edges_of_the_range():
     assert ex2_approx(torch.zeros(2, 3)).shape == (2, 3)
 
 
+def test_ex2_without_ftz_is_the_same_where_results_are_normal():
+    x = torch.empty(1 << 16).uniform_(-126, 130, generator=torch.Generator().manual_seed(0))
+    x = torch.cat((x, torch.tensor([-126.0, INF, 0.0, -0.0, 2.0**-149])))
+    assert torch.equal(ex2_approx(x, ftz=False), ex2_approx(x))
+
+
+def test_ex2_without_ftz_squares_the_result_of_half_the_argument():
+    x = torch.empty(1 << 16).uniform_(-151, -126.001, generator=torch.Generator().manual_seed(0))
+    half = ex2_approx(x / 2).double()
+    assert torch.equal(ex2_approx(x, ftz=False), (half * half).float())
+    # Half the argument gives at most 2.5 ulp, so 2.5 * 2^-23 relative; the square doubles it and rounds once more.
+    # Results stay below 2^23 steps of 2^-149.
+    steps = (ex2_approx(x, ftz=False).double() - torch.exp2(x.double())).abs() * 2.0**149
+    assert float(steps.max()) < 2.0**23 * 5.01 * 2.0**-23 + 0.5
+    assert float(ex2_approx(torch.tensor(-127.0), ftz=False)) != 2.0**-127
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [(-128.0, 2.0**-128), (-149.0, 2.0**-149), (-150.0, 0.0), (-200.0, 0.0), (-1e30, 0.0), (-INF, 0.0)],
+)
+def test_ex2_without_ftz_of_special_values(x, expected):
+    assert float(ex2_approx(torch.tensor(x), ftz=False)) == expected
+
+
 # --- rcp ---------------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +295,87 @@ def test_rcp_shape():
     assert torch.equal(rcp_approx(x.T), rcp_approx(x).T)  # a strided view
 
 
-@pytest.mark.parametrize("function", [ex2_approx, rcp_approx])
+# --- div ---------------------------------------------------------------------------------------------------------
+
+A, B = (torch.empty(1 << 16).uniform_(-2, 2, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+
+
+@pytest.mark.parametrize("ftz", [True, False])
+def test_div_is_a_product_with_the_reciprocal(ftz):
+    assert torch.equal(div_approx(A, B, ftz=ftz), A * rcp_approx(B))
+    assert bool((div_approx(A, B, ftz=ftz) != A / B).any())
+    error = (div_approx(A, B, ftz=ftz).double() * B.double() / A.double() - 1).abs().max()
+    assert float(error) < 1.5 * 2.0**-23  # the reciprocal is within one ulp, the product adds half
+
+
+def test_div_broadcasts():
+    assert torch.equal(div_approx(A.view(64, -1), B[:64, None]), A.view(64, -1) * rcp_approx(B[:64, None]))
+
+
+SMALL = 2.0**-130
+
+
+@pytest.mark.parametrize("ftz", [True, False])
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (1.0, 0.0, INF),
+        (0.0, 0.0, NAN),
+        (INF, INF, NAN),
+        (INF, 2.0, INF),
+        (3.0, INF, 0.0),
+        (1.0, 2.0**126, 2.0**-126),
+        (2.0**100, 2.0**126 + 2.0**103, 0.0),  # the reciprocal is flushed
+        (INF, 2.0**127, NAN),
+        (2.0**127, 0.25, INF),
+        (2.0**-126, 1.0, 2.0**-126),
+        (448.0, 448.0, 1.0),
+        (NAN, 1.0, NAN),
+        (1.0, NAN, NAN),
+    ],
+)
+def test_div_special_values(a, b, expected, ftz):
+    for sign_a in (1.0, -1.0):
+        for sign_b in (1.0, -1.0):
+            result = div_approx(torch.tensor(sign_a * a), torch.tensor(sign_b * b), ftz=ftz)
+            if math.isnan(expected):
+                assert int(result.view(torch.int32)) == 0x7FFFFFFF
+            else:
+                assert float(result) == sign_a * sign_b * expected
+                assert bool(result.signbit()) == (sign_a * sign_b < 0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "flushed", "kept"),
+    [
+        (SMALL, 1.0, 0.0, SMALL),  # a subnormal dividend
+        (2.0**-120, 2.0**10, 0.0, SMALL),  # a subnormal quotient
+        (1.0, SMALL, INF, INF),  # 2^130 does not fit
+        (SMALL, SMALL, NAN, 1.0),
+        (2.0**-120, SMALL, INF, 2.0**10),
+        (2.0**104, SMALL, INF, INF),
+    ],
+)
+def test_div_of_subnormals(a, b, flushed, kept):
+    a, b = torch.tensor(a), torch.tensor(b)
+    assert float(div_approx(a, b)) == flushed or (math.isnan(flushed) and bool(div_approx(a, b).isnan()))
+    assert float(div_approx(a, b, ftz=False)) == kept
+    assert float(div_approx(-a, b, ftz=False)) == -kept
+
+
+# --- NaN ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        ex2_approx,
+        rcp_approx,
+        lambda x: ex2_approx(x, ftz=False),
+        lambda x: div_approx(x, torch.tensor(3.0)),
+        lambda x: div_approx(torch.tensor(3.0), x, ftz=False),
+    ],
+)
 def test_nan_becomes_the_gpus(function):
     nans = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     assert set(function(nans).view(torch.int32).tolist()) == {0x7FFFFFFF}

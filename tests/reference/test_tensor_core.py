@@ -8,12 +8,25 @@ import pytest
 import torch
 
 from fp4ep.reference import tensor_core
-from fp4ep.reference.formats import E4M3, E5M2, decode
-from fp4ep.reference.tensor_core import HOPPER_BF16, HOPPER_E4M3, HOPPER_E5M2, TensorCore, matmul
+from fp4ep.reference.tensor_core import (
+    BLACKWELL_E4M3,
+    HOPPER_BF16,
+    HOPPER_E4M3,
+    HOPPER_E5M2,
+    HOPPER_FP16,
+    TensorCore,
+    matmul,
+)
 
-CORES = [HOPPER_E4M3, HOPPER_E5M2, HOPPER_BF16]
+DTYPES = {
+    HOPPER_E4M3: torch.float8_e4m3fn,
+    HOPPER_E5M2: torch.float8_e5m2,
+    HOPPER_BF16: torch.bfloat16,
+    HOPPER_FP16: torch.float16,
+    BLACKWELL_E4M3: torch.float8_e4m3fn,
+}
 INF, NAN = math.inf, math.nan
-each_core = pytest.mark.parametrize("core", CORES, ids=str)
+each_core = pytest.mark.parametrize("core", DTYPES, ids=str)
 
 
 # --- the rule, literally -----------------------------------------------------------------------------------------
@@ -63,18 +76,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def finite_values(core: TensorCore) -> torch.Tensor:
     """Every finite value of the operand format; for bf16, those whose products stay within float32."""
-    if core is HOPPER_BF16:
-        values = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16).float()
-        return values[values.abs() < 2.0**58]
-    values = decode(torch.arange(256, dtype=torch.uint8), E4M3 if core is HOPPER_E4M3 else E5M2)
-    return values[values.isfinite()]
+    dtype = DTYPES[core]
+    codes = torch.arange(1 << 8 * dtype.itemsize).to(torch.uint8 if dtype.itemsize == 1 else torch.uint16)
+    values = codes.view(dtype).float()
+    return values[values.abs() < 2.0**58]
 
 
 def rounded(core: TensorCore, values: torch.Tensor) -> torch.Tensor:
-    if core is HOPPER_BF16:
-        return values.bfloat16().float()
-    fmt = E4M3 if core is HOPPER_E4M3 else E5M2
-    return values.clamp(-fmt.max, fmt.max).to(torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2).float()
+    largest = torch.finfo(DTYPES[core]).max
+    return values.clamp(-largest, largest).to(DTYPES[core]).float()
 
 
 def operands(core: TensorCore, kind: str, rows: int, k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +155,7 @@ def test_matmul_from_an_accumulator(core, kind, start):
 @each_core
 def test_the_slow_rule_is_not_an_ordinary_sum(core):
     """Without truncation the comparison above would prove little: it must differ from the exact dot product."""
-    a, b = operands(core, "normal", 16, 4 * core.k, seed=9)
+    a, b = operands(core, "any code", 16, 4 * core.k, seed=9)
     exact = (a.double() @ b.double().T).float()
     assert not torch.equal(matmul(core, a, b), exact)
 
@@ -218,6 +228,13 @@ def test_a_zero_result_is_positive(core, c):
         assert not result.signbit()
     cancelling = matmul(core, one_row(core, 1.0, -1.0), one_row(core, 1.0, 1.0), c=start)
     assert not cancelling.signbit()
+
+
+def test_the_alignment_never_goes_below_its_floor():
+    """2^-149 less something: one that is cut at 2^-158 leaves it, one that is kept takes the result to zero."""
+    a = one_row(HOPPER_BF16, 2.0**-74, 2.0**-79)
+    assert float(matmul(HOPPER_BF16, a, one_row(HOPPER_BF16, 2.0**-75, -(2.0**-80)))) == 2.0**-149
+    assert float(matmul(HOPPER_BF16, a, one_row(HOPPER_BF16, 2.0**-75, -(2.0**-79)))) == 0.0
 
 
 # --- order -------------------------------------------------------------------------------------------------------
