@@ -181,13 +181,12 @@ def _edges() -> Iterator[Entry]:
             {"tokens": (1024,), "num_experts": 4, "top_k": 1, "hidden": 512, "intermediate": 128},
             {"tokens": (1024,), "num_experts": 4, "top_k": 2, "hidden": 2048, "intermediate": 128},
             {"tokens": (1024,), "num_experts": 8, "top_k": 4, "hidden": 2048, "intermediate": 128, "routing": "skewed"},
-        )[: -2 if scheme.weights in NOT_EMULATED else None]
-        for sizes in ends:
+        )
+        for sizes in ends[: -2 if scheme.weights in NOT_EMULATED else None]:
             problem = Problem(name, options, **sizes, seed=7)
             yield Entry(_sizes(problem), problem)
     for name, options in (ARITHMETICS[0], ARITHMETICS[3]):
-        wide = {"tokens": (3,), "num_experts": 1, "top_k": 1, "hidden": 2048, "intermediate": 7168}
-        problem = Problem(name, options, **wide, seed=8)
+        problem = Problem(name, options, tokens=(3,), num_experts=1, top_k=1, hidden=2048, intermediate=7168, seed=8)
         yield Entry(_sizes(problem), problem)
 
 
@@ -200,8 +199,7 @@ def knob_entries(knobs_of: Callable[[Problem], Iterable[Mapping[str, Any]]]) -> 
     """One problem of each arithmetic under every setting that `knobs_of` lists for it."""
     found = []
     for name, options in (*ARITHMETICS, (NVFP4, {"nvfp4_kperm": 0}), (FP8, _BLOCKWISE | _E5M2)):
-        sizes = {"num_experts": 4, "top_k": 2, "hidden": 512, "intermediate": 256}
-        problem = Problem(name, options, tokens=(70,), routing="masked", seed=9, **sizes)
+        problem = Problem(name, options, (70,), 4, 2, hidden=512, intermediate=256, routing="masked", seed=9)
         settings = list(knobs_of(problem))
         title = "knobs, setting {} of " + str(len(settings))
         found += [Entry(title.format(n), problem, config) for n, config in enumerate(settings, 1)]

@@ -60,8 +60,8 @@ def run_each(
         while busy:
             soonest = min(worker.deadline for worker in busy.values())
             ready = wait(list(busy), max(0.0, soonest - time.monotonic()))
-            late = [pipe for pipe, worker in busy.items() if pipe not in ready and worker.deadline <= time.monotonic()]
-            for pipe in [*ready, *late]:
+            late = {pipe for pipe, worker in busy.items() if worker.deadline <= time.monotonic()}
+            for pipe in [pipe for pipe in busy if pipe in ready or pipe in late]:
                 worker = busy.pop(pipe)
                 item = worker.item
                 answer = _answer(worker) if pipe in ready else Failure(f"no answer in {timeout:.0f} s")

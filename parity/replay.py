@@ -87,10 +87,10 @@ def replay_cases(
         start = time.perf_counter()
         tensors = recording.roles(case)
         library = "flashinfer" if case.kind == "moe" else "torch"
-        by = _runner(case, choice)
-        given = {role: name for role, name in case.tensors.items() if not role.startswith(_GIVEN[case.kind])}
-        work = (case.kind, case.scheme, given, case.options, case.tokens_per_rank, by)
         try:
+            by = _runner(case, choice)
+            given = {role: name for role, name in case.tensors.items() if not role.startswith(_GIVEN[case.kind])}
+            work = (case.kind, case.scheme, given, case.options, case.tokens_per_rank, by)
             ran = last[1] if work == last[0] else None
             ran = ran or _KINDS[case.kind](case, tensors, progress(case), by == FAST)
             differing, first = _compared(ran, tensors, _GIVEN[case.kind])

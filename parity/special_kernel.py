@@ -27,7 +27,7 @@ def apply(instruction: str, *operands: torch.Tensor) -> torch.Tensor:
     """One PTX instruction on one or two float32 CUDA operands `[n]`. Returns float32 `[n]` on their device."""
     kernel = {1: _unary, 2: _binary}[len(operands)]
     text = ", ".join([f"{instruction} $0", *(f"${place + 1}" for place in range(len(operands)))]) + ";"
-    operands = [x.contiguous() for x in operands]
-    y = torch.empty_like(operands[0])
-    kernel[(triton.cdiv(len(y), _SIZE),)](*operands, y, len(y), INSTRUCTION=text, SIZE=_SIZE)
+    given = [x.contiguous() for x in operands]
+    y = torch.empty_like(given[0])
+    kernel[(triton.cdiv(len(y), _SIZE),)](*given, y, len(y), INSTRUCTION=text, SIZE=_SIZE)
     return y

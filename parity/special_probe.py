@@ -17,7 +17,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -114,7 +114,7 @@ class Probe:
     """arguments: name -> (draw, chunks); rule: the reference's function."""
 
     instruction: str
-    arguments: dict[str, tuple[Callable[[int, torch.Generator], Operands], int]]
+    arguments: Mapping[str, tuple[Callable[[int, torch.Generator], Operands], int]]
     rule: Callable[..., torch.Tensor]
 
 
@@ -160,15 +160,15 @@ def compare(probe: Probe, apply: Apply, device: str, seed: int, chunk: int = CHU
     """One entry per argument set: arguments tried, how many results differ, and the first few."""
     for place, (name, (draw, chunks)) in enumerate(probe.arguments.items()):
         random = torch.Generator(device).manual_seed(seed + place)
-        differing, first = 0, []
+        differing, first = 0, list[dict[str, Any]]()
         for _ in range(chunks):
             operands = draw(chunk, random)
             hardware, result = apply(probe.instruction, *operands), probe.rule(*operands)
             wrong = bits_differ(hardware, result).nonzero().flatten()
             differing += len(wrong)
             for i in wrong[: SHOWN - len(first)].tolist():
-                row = {"arguments": [hex_code(x[i].cpu()) for x in operands]}
-                first.append(row | {"hardware": hex_code(hardware[i].cpu()), "rule": hex_code(result[i].cpu())})
+                row = {"hardware": hex_code(hardware[i].cpu()), "rule": hex_code(result[i].cpu())}
+                first.append({"arguments": [hex_code(x[i].cpu()) for x in operands], **row})
         yield {
             "instruction": probe.instruction,
             "arguments": name,

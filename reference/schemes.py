@@ -312,8 +312,8 @@ def _grouped(options: dict[str, Any], record: Scheme) -> tuple[dict[str, Any], S
         raise ValueError("grouped_token_back: True is not possible with enable_in_kernel_fc2_reduce")
     knobs = {**record.knobs, "grouped_token_back": (True,), "combine_format": (wire,)}
     evidence = Evidence.VERIFIED if record is _WITHOUT[len(_FP8) - 2] else Evidence.MODELLED
-    changes = {"combine": Combine.GROUPED, "wire": _WIRES[wire], "hidden_multiple": 512}  # sums in chunks of 512
-    return rest, replace(record, knobs=knobs, evidence=evidence, **changes)
+    record = replace(record, knobs=knobs, combine=Combine.GROUPED, wire=_WIRES[wire], evidence=evidence)
+    return rest, replace(record, hidden_multiple=512)  # sums in chunks of 512
 
 
 def options_of(scheme: Scheme) -> dict[str, Any]:
