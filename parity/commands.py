@@ -30,7 +30,7 @@ from .summary import as_json, print_comparison
 from .tolerance import check_claims
 
 _SIDES = (
-    "reference, fast, fake_quant, flashinfer, fault:NAME (see docs/planted_bugs.md), recording:FILE or "
+    "reference, fast, cuda, fake_quant, flashinfer, fault:NAME (see docs/planted_bugs.md), recording:FILE or "
     "recording:FILE#CASE"
 )
 #: Fields of Problem that are numbers or names on the command line.

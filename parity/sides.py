@@ -158,11 +158,12 @@ def recorded_side(path: str | Path, match: str = "") -> Side:
     """The one moe case of a recording whose "scheme title options" contains `match`: its output, on its own layer.
 
     Over other than the recorded number of ranks the tokens are spread as evenly as they go: that changes no bit. Raises
-    ValueError unless one case fits (those that need an earlier launch on the same buffers do not count), RecordingError
-    for what is no recording.
+    ValueError unless one case fits (those that need an earlier launch on the same buffers do not count, nor those whose
+    output is kept as digests), RecordingError for what is no recording.
     """
     recording = Recording(path)
-    cases = [c for c in recording.cases if c.kind == "moe" and "previous_topk_ids" not in c.tensors]
+    layers = [case for case in recording.cases if case.kind == "moe" and "output" in case.tensors]
+    cases = [case for case in layers if "previous_topk_ids" not in case.tensors]
     found = [case for case in cases if match in _describe(case)]
     if len(found) != 1:
         listed = "".join(f"\n  {_describe(case)}" for case in found or cases)

@@ -122,7 +122,7 @@ def recorded_cases() -> list:
         for path in shipped_recordings()
         if path.stem not in ("h200_large", "h200_problems")  # which take long
         for index, case in enumerate(Recording(path).cases)
-        if case.kind == "moe"
+        if case.kind == "moe" and "output" in case.tensors  # those kept as digests are the engine's own in a replay
     ]
 
 

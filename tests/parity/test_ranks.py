@@ -398,12 +398,13 @@ def test_sides_by_name():
     assert {name: side.claim for name, side in SIDES.items()} == {
         "reference": Claim.BITS,
         "fast": Claim.BITS,
+        "cuda": Claim.BITS,
         "fake_quant": Claim.FLOAT32,
         "flashinfer": Claim.BITS,
     }
     with pytest.raises(
         ValueError,
-        match="side: 'fastest' is not one of reference, fast, fake_quant, flashinfer, fault:NAME, recording:FILE",
+        match="side: 'fastest' is not one of reference, fast, cuda, fake_quant, flashinfer, fault:NAME, recording:FILE",
     ):
         find_side("fastest")
 
