@@ -100,7 +100,7 @@ def test_saved_runs_are_compared_and_reported(capsys, tmp_path):
     [
         (["run"], 2, "--scheme is needed"),
         (["run", "--scheme", "fp8"], 2, "--scheme: 'fp8' must fit one of"),
-        (["run", "--scheme", "nvfp4", "--right", "nothing"], 2, "side: 'nothing' is not one of reference, fast, fake"),
+        (["run", "--scheme", "nvfp4", "--right", "nothing"], 2, "side: 'nothing' is not one of reference, fast, cuda"),
         (["run", "--scheme", "nvfp4", "--right", "fault:nothing"], 2, "no fault 'nothing'; there are"),
         (["run", "--scheme", "bf16_bf16", "--right", "fault:nibbles-swapped"], 2, "must be planted in NVFP4, MXFP4"),
         (["run", "--scheme", "nvfp4", "--left", "fake_quant"], 2, "left must claim bits"),

@@ -10,7 +10,7 @@ _LAYER = """
 import torch
 from fp4ep.reference import MoEInputs, MoEWeights, find_scheme, moe_forward
 
-tokens, hidden, intermediate, experts = 64, 7168, 2048, 8
+tokens, hidden, intermediate, experts = 16, 7168, 2048, 4
 random = torch.Generator().manual_seed(0)
 
 
@@ -37,8 +37,9 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_layer_under_4_gib():
-    """64 tokens, H 7168, I 2048, 8 experts; 4 GiB is the whole process, torch and the weights included."""
+def test_layer_under_1_5_gib():
+    """16 tokens, H 7168, I 2048, 4 experts, the whole process, torch and the weights included. Measured: 1.0 GiB, with
+    2 experts too; operands of all 4 at once would be 0.7 GiB more."""
     run = subprocess.run([sys.executable, "-c", _LAYER], capture_output=True, text=True, check=True)
     peak_kib = int(run.stdout)
-    assert peak_kib < 4 * 2**20
+    assert peak_kib < 1.5 * 2**20
