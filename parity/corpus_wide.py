@@ -90,8 +90,8 @@ def work_of(problem: Problem) -> int:
 
 
 def least_sizes(scheme: Scheme) -> dict[str, int]:
-    """hidden and intermediate, the least that a kernel takes and always gets right: with FP8 per tensor FlashInfer 0.7.4
-    takes an intermediate of 64, and may give other bits at every launch."""
+    """hidden and intermediate, the least that a kernel takes and always gets right: with FP8 per tensor FlashInfer
+    0.7.4 takes an intermediate of 64, and may give other bits at every launch."""
     intermediate = max(scheme.intermediate_multiple, 128 * (scheme.weights is Weights.FP8_PER_EXPERT))
     return {"hidden": scheme.hidden_multiple, "intermediate": intermediate}
 

@@ -23,7 +23,6 @@ from fp4ep.reference.scheme import KOrder
 from fp4ep.reference.types import Stage
 from fp4ep.reference.weights import Operand
 
-
 NVFP4 = find_scheme("sm90_fp8_nvfp4_bf16_pull_cutedsl")
 BLOCKWISE = find_scheme("sm90_fp8_fp8_bf16_pull_cutedsl", fp8_scale_mode="blockwise")
 PER_TENSOR = find_scheme("sm90_fp8_fp8_bf16_pull_cutedsl")
