@@ -12,7 +12,7 @@ from functools import reduce
 import torch
 
 from fp4ep.reference.formats import Overflow
-from fp4ep.reference.scheme import ActivationQuant, Apply, Combine, ScaleSource, Scheme, Weights
+from fp4ep.reference.scheme import ActivationQuant, Apply, Combine, Place, ScaleSource, Scheme, TensorCore, Weights
 from fp4ep.reference.types import Exactness, MoEInputs, MoEWeights, Stage, Trace
 
 #: Columns of equal length, one row per token or route.
@@ -327,3 +327,27 @@ def _fp8(w: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, parts:
     back = order.argsort()
     scale = scale.reshape(len(split), -1)
     return Operand(split.view(w.shape)[back], scale if whole else scale.repeat_interleave(rows, 0)[back])
+
+
+# --- what both engines need, beside their GEMMs ----------------------------------------------------------------------
+
+
+def placed(scale: torch.Tensor, side: Place, place: Place) -> torch.Tensor:
+    """The scale, or ones where it has no part: products with 1 are exact."""
+    return scale if place in (side, Place.BOTH) else torch.ones_like(scale)
+
+
+def check_shapes(core: TensorCore, x: torch.Tensor, w: torch.Tensor, c: torch.Tensor | None) -> None:
+    """Raises ValueError unless a chain of the core's instructions can multiply x by w, starting from c."""
+    if w.ndim != 2 or x.ndim != 2 or w.shape[1] != x.shape[1] or w.shape[1] % core.k:
+        shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
+        raise ValueError(f"x and w must be [M, K] and [N, K] with K a multiple of {core.k} ({core}), got {shapes}")
+    if c is not None and c.shape != (len(x), len(w)):
+        raise ValueError(f"c must be [M, N] = {(len(x), len(w))}, got {tuple(c.shape)}")
+
+
+def engine_exactness(scheme: Scheme, stage: str) -> Exactness:
+    if stage == "activation":
+        return Exactness.TABLED
+    core = (scheme.fc1 if stage == "fc1" else scheme.fc2).core
+    return Exactness.MODELLED_VERIFIED if core.verified else Exactness.MODELLED_UNVERIFIED

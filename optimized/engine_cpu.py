@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from fp4ep.reference.scheme import Gemm, KOrder, Place, Scheme, TensorCore
-from fp4ep.reference.types import Exactness, MoEInputs, MoEWeights, Trace
+from fp4ep.reference.types import MoEInputs, MoEWeights, Trace
 
-from .emulation import Arithmetic, Exchange, Operand, emulate
+from .emulation import Arithmetic, Exchange, Operand, check_shapes, emulate, engine_exactness, placed
 
 #: (K, fraction bits, output bits) of the instructions that have loops -> types of clean operands and of exponents.
 _TYPES = {(32, 13, 13): (np.float32, np.int8), (16, 25, 23): (np.float64, np.int16)}
@@ -81,24 +81,19 @@ def expert_gemm(rule: Gemm, x: torch.Tensor, x_scale: torch.Tensor, weight: Oper
         rule,
         x,
         weight.values,
-        _placed(x_scale, Place.ACTIVATION, rule.promote)[:, _block(starts, x_scale, k)],
-        _placed(weight.scale, Place.WEIGHT, rule.promote)[:, _block(starts, weight.scale, k)],
+        placed(x_scale, Place.ACTIVATION, rule.promote)[:, _block(starts, x_scale, k)],
+        placed(weight.scale, Place.WEIGHT, rule.promote)[:, _block(starts, weight.scale, k)],
     )
     if rule.epilogue is Place.NONE:
         return total
     return total * (
-        _placed(x_scale[:, :1], Place.ACTIVATION, rule.epilogue)
-        * _placed(weight.scale[:, 0], Place.WEIGHT, rule.epilogue)
+        placed(x_scale[:, :1], Place.ACTIVATION, rule.epilogue)
+        * placed(weight.scale[:, 0], Place.WEIGHT, rule.epilogue)
     )
 
 
 def _block(starts: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
     return starts * scale.shape[1] // k
-
-
-def _placed(scale: torch.Tensor, side: Place, place: Place) -> torch.Tensor:
-    """The scale, or ones where it has no part: products with 1 are exact."""
-    return scale if place in (side, Place.BOTH) else torch.ones_like(scale)
 
 
 def _gemm(
@@ -115,11 +110,7 @@ def _gemm(
     if types is None or core.scale_block is not None or core.min_exponent_b is not None:
         raise ValueError(f"core: the engine has no loops for {core}")
     chunk = rule.chunk or k
-    if w.ndim != 2 or w.shape[1] != k or k % core.k:
-        shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
-        raise ValueError(f"x and w must be [M, K] and [N, K] with K a multiple of {core.k} ({core}), got {shapes}")
-    if c is not None and c.shape != (rows, len(w)):
-        raise ValueError(f"c must be [M, N] = {(rows, len(w))}, got {tuple(c.shape)}")
+    check_shapes(core, x, w, c)
     if not rows or not k:
         return torch.zeros(rows, len(w)) if c is None else c.clone()
     kernels = _kernels()
@@ -210,11 +201,4 @@ def _linear(scheme: Scheme, leg: str, x: torch.Tensor, x_scale: torch.Tensor, op
     return expert_gemm(scheme.fc1 if leg == "w13" else scheme.fc2, x, x_scale, operand)
 
 
-def _exactness(scheme: Scheme, stage: str) -> Exactness:
-    if stage == "activation":
-        return Exactness.TABLED
-    core = (scheme.fc1 if stage == "fc1" else scheme.fc2).core
-    return Exactness.MODELLED_VERIFIED if core.verified else Exactness.MODELLED_UNVERIFIED
-
-
-_EXACT = Arithmetic("the engine", _linear, sigmoid, _exactness)
+_EXACT = Arithmetic("the engine", _linear, sigmoid, engine_exactness)

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 import torch
 
 from fp4ep.reference.scheme import Gemm, KOrder, Place, Scheme, TensorCore, Weights
-from fp4ep.reference.types import Exactness, MoEInputs, MoEWeights, Trace
+from fp4ep.reference.types import MoEInputs, MoEWeights, Trace
 
-from .emulation import Arithmetic, Exchange, Operand, emulate, load_operand
+from .emulation import Arithmetic, Exchange, Operand, check_shapes, emulate, engine_exactness, load_operand, placed
 
 #: (K, fraction bits, output bits) of the instructions that have kernels.
 _CORES = {(32, 13, 13), (16, 25, 23)}
@@ -116,11 +116,7 @@ def _check(core: TensorCore, x: torch.Tensor, w: torch.Tensor, c: torch.Tensor |
     known = (core.k, core.fraction_bits, core.output_bits) in _CORES
     if not known or core.scale_block is not None or core.min_exponent_b is not None:
         raise ValueError(f"core: the engine has no kernels for {core}")
-    if w.ndim != 2 or x.ndim != 2 or w.shape[1] != x.shape[1] or w.shape[1] % core.k:
-        shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
-        raise ValueError(f"x and w must be [M, K] and [N, K] with K a multiple of {core.k} ({core}), got {shapes}")
-    if c is not None and c.shape != (len(x), len(w)):
-        raise ValueError(f"c must be [M, N] = {(len(x), len(w))}, got {tuple(c.shape)}")
+    check_shapes(core, x, w, c)
 
 
 # --- the GEMMs of some experts ---------------------------------------------------------------------------------------
@@ -201,7 +197,7 @@ def _grouped(
     size = 16 if max(counts) <= 16 else ROWS
     starts = torch.arange(0, k, rule.chunk or k, device=device)
     promote = [
-        _placed(scale, side, rule.promote)[..., starts * scale.shape[-1] // k]
+        placed(scale, side, rule.promote)[..., starts * scale.shape[-1] // k]
         for scale, side in ((x_scale, Place.ACTIVATION), (w_scale, Place.WEIGHT))
     ]
     spans = enumerate(_spans(counts))
@@ -244,18 +240,13 @@ def _grouped(
     if rule.epilogue is Place.NONE:
         return out
     expert = torch.repeat_interleave(torch.tensor(counts, device=device), output_size=rows)
-    activation = _placed(x_scale[:, :1], Place.ACTIVATION, rule.epilogue)
-    return out * (activation * _placed(w_scale[:, :, 0], Place.WEIGHT, rule.epilogue)[expert])
+    activation = placed(x_scale[:, :1], Place.ACTIVATION, rule.epilogue)
+    return out * (activation * placed(w_scale[:, :, 0], Place.WEIGHT, rule.epilogue)[expert])
 
 
 def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return list(zip([0, *ends], ends, strict=False))
-
-
-def _placed(scale: torch.Tensor, side: Place, place: Place) -> torch.Tensor:
-    """The scale, or ones where it has no part: products with 1 are exact."""
-    return scale if place in (side, Place.BOTH) else torch.ones_like(scale)
 
 
 def _experts(
@@ -359,11 +350,4 @@ def _linear(scheme: Scheme, leg: str, x: torch.Tensor, x_scale: torch.Tensor, op
     return expert_gemm(scheme.fc1 if leg == "w13" else scheme.fc2, x, x_scale, operand)
 
 
-def _exactness(scheme: Scheme, stage: str) -> Exactness:
-    if stage == "activation":
-        return Exactness.TABLED
-    core = (scheme.fc1 if stage == "fc1" else scheme.fc2).core
-    return Exactness.MODELLED_VERIFIED if core.verified else Exactness.MODELLED_UNVERIFIED
-
-
-_EXACT = Arithmetic("the engine", _linear, sigmoid, _exactness, _experts)
+_EXACT = Arithmetic("the engine", _linear, sigmoid, engine_exactness, _experts)

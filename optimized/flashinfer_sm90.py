@@ -22,6 +22,11 @@ CONFIGS = {
 _IDS = {"sm90_fp8_fp8_bf16_push_cuda": torch.int32}
 
 
+def capacity_for(tokens: int) -> int:
+    """max_tokens_per_rank for a rank of so many tokens, or the one with most: a power of two, at least 8."""
+    return max(8, 1 << (tokens - 1).bit_length())
+
+
 def run_megakernel(
     name: str,
     options: dict,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fp4ep.optimized.flashinfer_sm90 import capacity_for
 from fp4ep.reference.moe import moe_forward
 from fp4ep.reference.quantize import quantize_activation
 from fp4ep.reference.scheme import ActivationQuant, Apply, Scheme
@@ -81,7 +82,7 @@ class _Builder:
         given = {role: self.tensors[name] for role, name in roles.items()}
         previous = given.pop("previous_topk_ids", None)
         tokens = MoEInputs(**{n: given.pop(n) for n in _INPUTS if n in given})
-        capacity = max(8, 1 << (len(tokens.hidden_states) - 1).bit_length())
+        capacity = capacity_for(len(tokens.hidden_states))
         config = config or {}
         try:
             launch = {k: v for k, v in (options | config).items() if k != "mma_tiler_k"}  # said by the geometry

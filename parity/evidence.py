@@ -1,5 +1,6 @@
 """What the recordings cover, as Markdown: scheme by property, elements compared, elements that differ."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from fp4ep.reference.scheme import Evidence
 from fp4ep.reference.schemes import SCHEMES, find_scheme
 
-from .recording import Case, Recording
+from .recording import GIVEN, Case, Recording
 
 #: A case, and how many of its elements differ.
 Judged = tuple[Recording, Case, int]
@@ -56,14 +57,14 @@ def tables(judged: Sequence[Judged]) -> str:
 
 def elements_of(recording: Recording, case: Case) -> int:
     """Output elements, from the header alone."""
-    given, like = {"moe": ("output", "hidden_states"), "tensor_core": ("d", "b"), "special_function": ("y", "x")}[
-        case.kind
-    ]
-    shape = recording.specs[case.tensors.get(given) or case.tensors[f"{given}_rows"]]["shape"]
+    given = GIVEN[case.kind]
     if given in case.tensors:
-        return shape[0] * shape[1] if len(shape) == 2 else shape[0]
-    width = recording.specs[case.tensors[like]]["shape"][1 if case.kind == "moe" else 0]
-    return shape[0] * width
+        return math.prod(recording.specs[case.tensors[given]]["shape"])
+    (rows,) = recording.specs[case.tensors[f"{given}_rows"]]["shape"]
+    if case.kind == "special_function":
+        return rows
+    like, side = {"moe": ("hidden_states", 1), "tensor_core": ("b", 0)}[case.kind]
+    return rows * recording.specs[case.tensors[like]]["shape"][side]
 
 
 # --- one row per scheme --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fp4ep.optimized.config import EpGroup
 from fp4ep.optimized.flashinfer_moe_ep import FlashInferMoeEp
-from fp4ep.optimized.flashinfer_sm90 import launch_megakernel, stop_runtime
+from fp4ep.optimized.flashinfer_sm90 import capacity_for, launch_megakernel, stop_runtime
 from fp4ep.optimized.mega_kernel import KernelFactory
 from fp4ep.reference.scheme import Combine
 from fp4ep.reference.schemes import options_of
@@ -162,7 +162,7 @@ def _launch(layer: Layer, group: EpGroup, kernels: Kernels) -> tuple[dict[str, o
     """What the kernel was told beside the scheme's own options, and the output of all ranks for each launch."""
     rank, size = group.rank_in_group, group.world_size
     counts = [len(inputs.hidden_states) for inputs in layer.inputs]
-    capacity = max(8, 1 << (max(counts) - 1).bit_length())
+    capacity = capacity_for(max(counts))
     options = flashinfer_options(layer.scheme)
     places = {"ep_rank": rank, "ep_size": size}
     mine = kernels.launch(

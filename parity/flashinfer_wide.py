@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp4ep.optimized.flashinfer_sm90 import launch_megakernel
+from fp4ep.optimized.flashinfer_sm90 import capacity_for, launch_megakernel
 from fp4ep.reference.schemes import options_of
 
 from .corpus import BF16, FP8, MXFP4, NVFP4, PUSH
@@ -76,17 +76,13 @@ def _launched(launch: Callable[..., list[torch.Tensor]], entry: Entry) -> _Answe
     """Three launches. Raises RuntimeError where they differ and may not."""
     layer = entry.problem.build()
     (inputs,) = layer.inputs
-    outputs = launch(
-        layer.scheme.name, _told(entry, layer), layer.weights, inputs, max_tokens_per_rank=_capacity(layer)
-    )
+    capacity = capacity_for(len(inputs.hidden_states))
+    told = _told(entry, layer)
+    outputs = launch(layer.scheme.name, told, layer.weights, inputs, max_tokens_per_rank=capacity)
     if not (entry.on_arrival or alike(outputs)):
         raise RuntimeError(f"{len(outputs)} launches gave different bits")
     bits = tuple(output.view(torch.int16).numpy() for output in outputs * entry.on_arrival)
     return _Answer(row_digests(outputs[0]).numpy(), bits, int(outputs[0].isnan().sum()))
-
-
-def _capacity(layer: Layer) -> int:
-    return max(8, 1 << (max(len(layer.inputs[0].hidden_states), 1) - 1).bit_length())
 
 
 def _told(entry: Entry, layer: Layer) -> dict[str, Any]:
@@ -99,7 +95,7 @@ def _add(writer: RecordingWriter, entry: Entry, answer: _Answer, recorded: dict[
     layer = problem_layer(problem)
     options = options_of(layer.scheme)
     rest = {name: value for name, value in _told(entry, layer).items() if name not in options}
-    config = {"max_tokens_per_rank": _capacity(layer), "world_size": 1, **rest}
+    config = {"max_tokens_per_rank": capacity_for(len(layer.inputs[0].hidden_states)), "world_size": 1, **rest}
     key = json.dumps(problem)
     if key not in recorded:
         recorded[key] = writer.problem_roles(f"problem {len(recorded)}", entry.problem, layer)

@@ -58,6 +58,10 @@ class RecordingError(ValueError):
     """A file is not a recording, is of another version, or does not hold what it says."""
 
 
+#: Kind of a case -> the role of what the kernel gave; of its digests where "_rows" follows.
+GIVEN = {"moe": "output", "tensor_core": "d", "special_function": "y"}
+
+
 @dataclass(frozen=True)
 class Case:
     """One run of one kernel (kind "moe"), one chain of tensor-core instructions ("tensor_core"), or one instruction

@@ -22,7 +22,7 @@ from fp4ep.reference.validate import check_arguments
 
 from . import metrics
 from .order_set import reachable
-from .recording import Case, Recording, RecordingError, row_digests
+from .recording import GIVEN, Case, Recording, RecordingError, row_digests
 
 #: Instruction and operand format behind the name of a tensor_core case.
 TENSOR_CORES = {core.name: core for core in (HOPPER_E4M3, HOPPER_E5M2, HOPPER_BF16, HOPPER_FP16)}
@@ -89,11 +89,11 @@ def replay_cases(
         library = "flashinfer" if case.kind == "moe" else "torch"
         try:
             by = _runner(case, choice)
-            given = {role: name for role, name in case.tensors.items() if not role.startswith(_GIVEN[case.kind])}
+            given = {role: name for role, name in case.tensors.items() if not role.startswith(GIVEN[case.kind])}
             work = (case.kind, case.scheme, given, case.options, case.tokens_per_rank, by)
             ran = last[1] if work == last[0] else None
             ran = ran or _KINDS[case.kind](case, tensors, progress(case), by == FAST)
-            differing, first = _compared(ran, tensors, _GIVEN[case.kind])
+            differing, first = _compared(ran, tensors, GIVEN[case.kind])
         except (KeyError, TypeError, ValueError) as error:
             raise RecordingError(f"{recording.path}: case {case.title!r} cannot be run: {error}") from error
         last = (work, ran)
@@ -184,8 +184,6 @@ def _replay_special_function(case: Case, tensors: dict[str, torch.Tensor], progr
 
 
 _KINDS = {"moe": _replay_moe, "tensor_core": _replay_tensor_core, "special_function": _replay_special_function}
-#: Kind -> the role of what the kernel gave; of its digests where "_rows" follows.
-_GIVEN = {"moe": "output", "tensor_core": "d", "special_function": "y"}
 
 
 def _compared(ran: _Ran, tensors: Mapping[str, torch.Tensor], role: str) -> tuple[int, str | None]:

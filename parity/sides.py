@@ -12,7 +12,7 @@ import torch
 from fp4ep.optimized.engine_cpu import fast_forward, missing_for_engine
 from fp4ep.optimized.engine_cuda import cuda_forward, missing_for_cuda_engine
 from fp4ep.optimized.fake_quant import fake_quant_forward
-from fp4ep.optimized.flashinfer_sm90 import run_megakernel
+from fp4ep.optimized.flashinfer_sm90 import capacity_for, run_megakernel
 from fp4ep.reference.exchange import Exchange
 from fp4ep.reference.moe import Progress, moe_forward_ranks
 from fp4ep.reference.scheme import Combine, Scheme
@@ -101,7 +101,7 @@ def _flashinfer(layer: Layer, place: Place, progress: Progress | None) -> Trace:
         flashinfer_options(layer.scheme),
         layer.weights,
         layer.inputs[rank],
-        max_tokens_per_rank=max(8, 1 << (tokens - 1).bit_length()),
+        max_tokens_per_rank=capacity_for(tokens),
         launches=1 if layer.scheme.combine is Combine.ON_ARRIVAL else 3,
         ep_rank=rank,
         ep_size=place.ep_size,
